@@ -1,6 +1,6 @@
-"""Bytes of a step besides tensors: the headers and descriptions of messages, row numbers, random state.
+"""The bytes of a step besides tensors: headers and descriptions of messages, row numbers, random state.
 
-They follow the messages of `training/` and matter where tensors are small.
+They follow the messages of `training/`, and matter if tensors are small.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from shoal.place.devices import BUCKET_BYTES
 from shoal.place.graph import Cut, Layer
 
 TASK, UPDATE, DONE = 210, 150, 85
-"""Of the message that begins a worker's batch, of the optimizer's settings in it, and of the one that ends it."""
+"""Bytes of the message that starts a worker's batch, of the optimizer's settings in it, and of the message that ends
+it."""
 MESSAGE, TENSOR = 60, 30
-"""Of any other message, and of each tensor in it, its name apart."""
+"""Bytes of any other message, and of each tensor in it without its name."""
 ROW = 8
 RANDOM_STATE = 5056 + TENSOR
 
@@ -21,7 +22,7 @@ RANDOM_STATE = 5056 + TENSOR
 def message_bytes(
     layers: Sequence[Layer], ways: Mapping[int, str], cut: Cut | None, rows: float, micro_batches: int
 ) -> int:
-    """Both ways, of one worker with so many rows in a step. `layers`: those on the workers."""
+    """Return the bytes both ways for one worker with so many rows in a step. `layers` are those on the workers."""
     total = TASK + DONE + ROW * rows
     if cut is not None:
         total += 2 * micro_batches * (MESSAGE + TENSOR * len(cut.values))

@@ -1,4 +1,4 @@
-"""`shoal.place`: which layers should be computed where."""
+"""`shoal.place`: decide which layers are computed where."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shoal.place.profile import DEFAULT_SPEED, Profile, estimate_profile, measur
 STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
 MOST_ALTERNATIVES = 40
-"""Alternatives that a placement keeps."""
+"""The most alternatives that a placement stores."""
 MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
 ProfileLike = Profile | Placement | str | os.PathLike[str]
@@ -64,59 +64,59 @@ def place(
 ) -> Placement:
     """Decide which layers of a network the workers compute and which the server, for the shortest step.
 
-    Nothing is trained, and nothing but this process is needed: layers are timed here, or estimated.
+    Nothing is trained, and no other process is needed: layers are timed here, or estimated.
 
     Args:
         model: The network, or its layers as `trace_layers` lists them. It is not changed. On the meta device it is not
             timed.
         sample: What the network is called with: a tensor, a tuple of arguments or a dict of them; rows first.
-        workers: How many; or the speed of each, over that of the profiled device: [1, 1, 0.5].
-        link: Of each worker: "1Gbit", "100Mbit 5ms", or a Link that was measured.
+        workers: The number of workers, or the speed of each relative to the profiled device: [1, 1, 0.5].
+        link: The link of each worker: "1Gbit", "100Mbit 5ms", or a measured Link.
         batch_size: Rows of one worker in a step; None: those of the sample.
-        server_link: What all workers together share on their way to the server; None: the same as a worker's.
-        cut: The last layer on the workers, or how many are; None: the best.
+        server_link: The link that all workers share on their way to the server; None: the same as a worker's.
+        cut: The last layer on the workers, or the number of layers there; None: the best.
         mode: "placed", "parameter server", "data parallel" or "one machine"; None: the fastest.
-        micro_batches: Parts of a worker's rows that follow each other; None: the best of 1, 2, 4 and 8, or 1 where the
-            network has batch norm.
-        sync: How the layers on the workers stay equal: "server", "allreduce", "sharded", "factors" (of linear layers
-            alone); None: the cheapest way for each.
+        micro_batches: The number of parts in which a worker's rows are computed; None: the best of 1, 2, 4 and 8, or 1
+            if the network has batch norm.
+        sync: How the layers on the workers stay equal: "server", "allreduce", "sharded", "factors" (linear layers
+            only); None: the cheapest way for each.
         memory: Bytes that each worker may use, or a size such as "8GB"; None: enough.
-        server_memory: The same of the server.
-        server_speed: Of the server, over that of the profiled device.
-        cores: Where all are processes of one machine, the cores that they share.
-        optimizer: "sgd" (with momentum), "adam", "none", or bytes of its state for each byte of a parameter.
+        server_memory: Bytes that the server may use, likewise.
+        server_speed: The speed of the server relative to the profiled device.
+        cores: If all are processes of one machine, the cores that they share.
+        optimizer: "sgd" (with momentum), "adam", "none", or bytes of its state per byte of a parameter.
         batch_norm: Statistics on the workers: "joined", over all rows, or "own".
         device: Where the layers are timed.
         measure: Whether to time the layers; None: unless the network is on the meta device.
-        profile: Times from before: a Profile, a Placement, or a file with them; where it does not exist, the times are
+        profile: Earlier times: a Profile, a Placement, or a file with them; if the file does not exist, the times are
             saved to it.
-        server_profile: Those of the server, where it has another kind of device.
-        speed: Operations a second of a device that is not timed.
+        server_profile: Times of the server, if it has another kind of device.
+        speed: Operations per second of a device that is not timed.
 
     Raises:
-        PlaceError: when the network cannot be traced, or no placement fits the devices.
+        PlaceError: If the network cannot be traced, or no placement fits the devices.
     """
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
     graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
     _check_trains(graph)
     rows = _rows(batch_size, sample, cluster)
-    known, server = _known(profile)
-    if known is None:
-        timed = partial(_profile, graph, sample, rows, device, measure, speed)
-        known = timed(0)
-        if known.measured and cores is not None and cores > 1:
-            known, server = timed(min(cores, cluster.size) - 1), known
+    worker_profile, server = _given_profiles(profile)
+    if worker_profile is None:
+        make_profile = partial(_profile, graph, sample, rows, device, measure, speed)
+        worker_profile = make_profile(0)
+        if worker_profile.measured and cores is not None and cores > 1:
+            worker_profile, server = make_profile(min(cores, cluster.size) - 1), worker_profile
         if isinstance(profile, str | os.PathLike):
-            _save(profile, known, server)
+            _save(profile, worker_profile, server)
     if server_profile is not None:
-        server = _known(server_profile, there=True)[0]
+        server = _given_profiles(server_profile, must_exist=True)[0]
     if batch_norm not in ("joined", "own"):
         raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
     if sync not in (None, *SYNCS):
         raise PlaceError(f"sync is {sync!r}; use {', '.join(repr(s) for s in SYNCS)}, or None for the cheapest")
     costs = CostModel(
-        graph, cluster, rows, known, server,
-        state_factor=_state(optimizer), joins_batch_norm=batch_norm == "joined", sync=sync,
+        graph, cluster, rows, worker_profile, server,
+        state_factor=_state_factor(optimizer), joins_batch_norm=batch_norm == "joined", sync=sync,
     )  # fmt: skip
     return decide(costs, cut=cut, mode=mode, micro_batches=micro_batches)
 
@@ -124,13 +124,13 @@ def place(
 def decide(
     costs: CostModel, *, cut: int | str | None = None, mode: Mode | None = None, micro_batches: int | None = None
 ) -> Placement:
-    """The fastest placement of a cost model, or the best one with this cut or of this mode."""
+    """Return the fastest placement of a cost model, or the best one with this cut or of this mode."""
     if mode is not None and mode not in MODES:
         raise PlaceError(f"mode is {mode!r}; use {', '.join(repr(m) for m in MODES)}, or None for the fastest")
     _check_micro_batches(costs, micro_batches)
-    every = costs.alternatives(micro_batches)
-    chosen = _choose(costs, every, cut, mode, micro_batches)
-    saved = [other for i, other in enumerate(every) if i < MOST_ALTERNATIVES or other.mode != PLACED]
+    all_alternatives = costs.alternatives(micro_batches)
+    chosen = _choose(costs, all_alternatives, cut, mode, micro_batches)
+    saved = [other for i, other in enumerate(all_alternatives) if i < MOST_ALTERNATIVES or other.mode != PLACED]
     cluster = costs.cluster
     return Placement(
         mode=chosen.mode,
@@ -146,7 +146,7 @@ def decide(
         predicted=chosen,
         batch_norm="joined" if costs.joins_batch_norm else "own",
         alternatives=tuple(saved),
-        explanation=explain(costs, chosen, every),
+        explanation=explain(costs, chosen, all_alternatives),
         profile={
             "device": costs.profile.device,
             "measured": costs.profile.measured,
@@ -158,13 +158,17 @@ def decide(
 
 
 def _choose(
-    costs: CostModel, every: Sequence[Alternative], cut: int | str | None, mode: Mode | None, micro: int | None
+    costs: CostModel,
+    all_alternatives: Sequence[Alternative],
+    cut: int | str | None,
+    mode: Mode | None,
+    micro: int | None,
 ) -> Alternative:
     if cut is not None:
         if mode not in (None, PLACED):
             raise PlaceError(f"cut is {cut!r} and mode {mode!r}, which has no cut; leave one of them out")
-        return _at(costs, cut, micro)
-    options = [other for other in every if mode is None or other.mode == mode]
+        return _alternative_at(costs, cut, micro)
+    options = [other for other in all_alternatives if mode is None or other.mode == mode]
     if not options and mode == DATA_PARALLEL:
         raise PlaceError(f"mode is {mode!r} with one worker; use 2 workers or more, or another mode")
     if not options:
@@ -178,7 +182,7 @@ def _choose(
     return options[0]
 
 
-def _at(costs: CostModel, cut: int | str, micro: int | None) -> Alternative:
+def _alternative_at(costs: CostModel, cut: int | str, micro: int | None) -> Alternative:
     graph = costs.graph
     if isinstance(cut, str):
         where = graph.cut_named(cut)
@@ -261,8 +265,12 @@ def _check_trains(graph: LayerGraph) -> None:
         )
 
 
-def _known(profile: ProfileLike | None, *, there: bool = False) -> tuple[Profile | None, Profile | None]:
-    """A worker's times and the server's, where it has its own."""
+def _given_profiles(profile: ProfileLike | None, *, must_exist: bool = False) -> tuple[Profile | None, Profile | None]:
+    """Return the given times of a worker, and those of the server if it has its own; None if they are not known.
+
+    Args:
+        there: The file must exist.
+    """
     if profile is None or isinstance(profile, Profile):
         return profile, None
     if isinstance(profile, Placement):
@@ -270,14 +278,14 @@ def _known(profile: ProfileLike | None, *, there: bool = False) -> tuple[Profile
         return Profile.from_dict(profile.profile["worker"]), None if server is None else Profile.from_dict(server)
     if not isinstance(profile, str | os.PathLike):
         raise PlaceError(f"profile is a {type(profile).__name__}; pass a Profile, a Placement, or a file with them")
-    if not there and not os.path.exists(profile):
+    if not must_exist and not os.path.exists(profile):
         return None, None
-    beside = _beside(profile)
-    return Profile.load(profile), Profile.load(beside) if os.path.exists(beside) else None
+    server_file = _server_path(profile)
+    return Profile.load(profile), Profile.load(server_file) if os.path.exists(server_file) else None
 
 
-def _beside(path: str | os.PathLike[str]) -> str:
-    """The file of the server's times, beside that of a worker's."""
+def _server_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of the file of the server's times, next to that of a worker's."""
     return f"{os.path.splitext(path)[0]}.server.json"
 
 
@@ -285,7 +293,7 @@ def _save(path: str | os.PathLike[str], worker: Profile, server: Profile | None)
     try:
         worker.save(path)
         if server is not None:
-            server.save(_beside(path))
+            server.save(_server_path(path))
     except OSError as error:
         raise PlaceError(f"profile is {str(path)!r}, which cannot be written ({error})") from None
 
@@ -299,7 +307,7 @@ def _profile(
     speed: float,
     companions: int,
 ) -> Profile:
-    """Timed at a worker's rows and at those of all of them."""
+    """Time the layers at a worker's rows and at those of all workers, or estimate their times."""
     if measure is None:
         measure = not any(p.is_meta for p in graph.model.parameters())
     if not measure:
@@ -308,11 +316,11 @@ def _profile(
         return estimate_profile(graph, operations_per_second=speed)
     from shoal.settings import pick_device
 
-    counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two
+    counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two rows
     return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)
 
 
-def _state(optimizer: str | float) -> float:
+def _state_factor(optimizer: str | float) -> float:
     if isinstance(optimizer, str) and optimizer.lower() in STATE_FACTORS:
         return STATE_FACTORS[optimizer.lower()]
     if isinstance(optimizer, int | float) and not isinstance(optimizer, bool) and optimizer >= 0:

@@ -1,7 +1,7 @@
-"""What a step costs, for every cut of a network: seconds, bytes at a worker's socket, memory.
+"""Predict the cost of a step for every cut of a network: seconds, bytes at a worker's socket, memory.
 
-All workers are alike to the server: it waits for the slowest. What all of them send passes through the server's link.
-How the parts of a step overlap is in `timeline.py`.
+To the server all workers are alike: it waits for the slowest. Everything that they send passes the server's link. How
+the parts of a step overlap is in `timeline.py`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from shoal.utils.tables import size
 MICRO_BATCHES = (1, 2, 4, 8)
 """Numbers of micro-batches that are compared."""
 SUM_SHARE = 0.5
-"""Of an update's seconds: to add one worker's gradient of the same size."""
+"""Adding one worker's gradient takes this share of the seconds of an update of the same size."""
 Ways = Mapping[int, Sync]
-"""Layer -> how its parameters stay equal."""
+"""How the parameters of each layer stay equal, by layer index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one worker sends and receives for something."""
+    """The bytes that one worker sends and receives for some purpose."""
 
     up: int
     down: int
     peers: bool = False
-    """Whether it is among workers; else it is with the server, whose link all of them share."""
+    """Whether it is among workers; otherwise it is with the server, whose link all of them share."""
 
 
 class CostModel:
-    """The costs of one network on one cluster."""
+    """Predicts the costs of one network on one cluster."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class CostModel:
         joins_batch_norm: bool = True,
         sync: Sync | None = None,
     ) -> None:
-        """`rows`: of each worker in a step. `state_factor`: bytes of optimizer state for each byte of a parameter.
-        `joins_batch_norm`: whether batch norm layers on the workers use the joined batch's statistics.
-        `sync`: how all layers on the workers are synchronised; None: the cheapest way for each."""
+        """`rows` are those of each worker in a step, and `state_factor` is bytes of optimizer state per byte of a
+        parameter. With `joins_batch_norm`, batch norm layers on the workers use the joined batch's statistics. `sync`
+        is how all layers on the workers are synchronised; None: the cheapest way for each."""
         self.graph, self.cluster, self.rows = graph, cluster, tuple(rows)
         self.profile, self.server_profile = profile, server_profile if server_profile is not None else profile
         self.state_factor, self.joins_batch_norm, self.sync = state_factor, joins_batch_norm, sync
-        for known in (self.profile, self.server_profile):
-            known.check(graph)
+        for each in (self.profile, self.server_profile):
+            each.check(graph)
         self._speeds = [device.speed for device in cluster.workers]
         self._ways: dict[Sync, dict[int, Sync]] = {}
         self._syncs: dict[tuple[int, Sync], LayerSync] = {}
@@ -78,7 +78,7 @@ class CostModel:
         self._activations: dict[int, list[int]] = {}
 
     def over_faster_links(self, times: float) -> CostModel:
-        """The same over links of so many times the speed."""
+        """Return the same model with links of so many times the speed."""
         link, server_link = self.cluster.link.faster(times), self.cluster.server_link.faster(times)
         cluster = replace(self.cluster, link=link, server_link=server_link)
         return CostModel(
@@ -89,41 +89,41 @@ class CostModel:
     # --- what is compared -------------------------------------------------------------------------------------------
 
     def alternatives(self, micro_batches: int | None = None) -> list[Alternative]:
-        """Every way to train the network here, the fastest first; those that do not fit come last."""
-        every = [self.one_machine(), *self._fixed_ways(), *self.placed(micro_batches)]
-        return sorted(every, key=lambda other: (bool(other.problem), other.seconds, other.bytes_both))
+        """Return every way to train the network here, the fastest first; those that do not fit come last."""
+        result = [self.one_machine(), *self._fixed_ways(), *self.placed(micro_batches)]
+        return sorted(result, key=lambda other: (bool(other.problem), other.seconds, other.bytes_both))
 
     def placed(self, micro_batches: int | None = None) -> Iterator[Alternative]:
-        """The best of each cut, and all layers on the workers with the best way for each."""
+        """Yield the best of each cut, and all layers on the workers with the best way for each."""
         for cut in self.graph.cuts:
             if not cut.problem:
                 yield self.placed_at(cut, micro_batches)
-        whole = len(self.graph.layers)
+        num_layers = len(self.graph.layers)
         for peer in self._peers:
-            ways = self.ways(whole, peer)
+            ways = self.ways(num_layers, peer)
             if len(set(ways.values())) > 1:
-                yield self._alternative(PLACED, whole, 1, ways, peer)
+                yield self._alternative(PLACED, num_layers, 1, ways, peer)
 
     def placed_at(self, cut: Cut, micro_batches: int | None = None) -> Alternative:
-        """A cut, with the best way to synchronise each layer before it and the best number of micro-batches."""
+        """Return a cut with the best way to synchronise each layer before it and the best number of micro-batches."""
         if cut.problem:
             raise PlaceError(f"cut after {cut.name!r}: {cut.problem}")
-        tried = [
+        options = [
             self._alternative(PLACED, cut.index, count, self.ways(cut.index, peer), peer)
             for count in self._micro_batches(micro_batches)
             for peer in self._peers
         ]
-        return min(tried, key=lambda other: (bool(other.problem), other.seconds))
+        return min(options, key=lambda other: (bool(other.problem), other.seconds))
 
     def _fixed_ways(self) -> list[Alternative]:
-        whole = len(self.graph.layers)
+        num_layers = len(self.graph.layers)
         modes: list[tuple[Mode, Sync]] = [(PARAMETER_SERVER, "server")]
         if self.cluster.size > 1:
             modes.append((DATA_PARALLEL, "allreduce"))
-        return [self._alternative(mode, whole, 1, self._all(whole, way)) for mode, way in modes]
+        return [self._alternative(mode, num_layers, 1, self._all(num_layers, way)) for mode, way in modes]
 
     def fastest_of(self, cuts: Sequence[Cut]) -> Alternative:
-        """The fastest of a few cuts and of the usual ways."""
+        """Return the fastest of a few cuts and of the usual modes."""
         return min([*self._fixed_ways(), *map(self.placed_at, cuts)], key=lambda other: other.seconds)
 
     def _all(self, cut: int, way: Sync) -> dict[int, Sync]:
@@ -133,20 +133,20 @@ class CostModel:
         if given is not None:
             return [given]
         if any(layer.channels for layer in self.graph.layers):
-            return [1]  # a batch norm's statistics are of all rows
+            return [1]  # batch norm needs the statistics of all rows
         return [count for count in MICRO_BATCHES if count <= min(self.rows)] or [1]
 
     # --- how replicated layers stay equal ---------------------------------------------------------------------------
 
     @property
     def _peers(self) -> tuple[Sync, ...]:
-        """Among workers: an all-reduce begins during the backward pass, shards are updated sooner."""
+        """The ways among workers: an all-reduce starts during the backward pass, shards are updated sooner."""
         if self.sync is not None:
             return (self.sync,)
         return ("allreduce", "sharded") if self.cluster.size > 1 else ("allreduce",)
 
     def ways(self, cut: int, peer: Sync = "allreduce") -> dict[int, Sync]:
-        """For each layer on the workers, the way that keeps the links busy for the shortest time."""
+        """Return for each layer on the workers the way that keeps the links busy for the shortest time."""
         if peer not in self._ways:
             self._ways[peer] = {
                 i: min(self._possible(layer, peer), key=partial(self._way_seconds, i))
@@ -170,7 +170,7 @@ class CostModel:
         return sync.up + sync.compute + factor * update + delay
 
     def transfer(self, layer: Layer, way: Sync) -> Transfer:
-        """What one worker moves so that a layer's parameters stay equal."""
+        """Return what one worker sends and receives so that a layer's parameters stay equal."""
         others, count = self.cluster.size - 1, self.cluster.size
         if way == "server":
             return Transfer(layer.trained_bytes, layer.trained_bytes)
@@ -181,11 +181,11 @@ class CostModel:
         return Transfer(both, both, peers=True)
 
     def _factor_seconds(self, index: int) -> float:
-        """To multiply the factors of all workers."""
+        """Return the seconds to multiply the factors of all workers."""
         return self.cluster.crowding * self.profile.backward(index, sum(self.rows)) / 2
 
     def _statistics(self, cut: int) -> list[Transfer]:
-        """What batch norm layers on the workers exchange: in the forward and in the backward pass."""
+        """Return what batch norm layers on the workers exchange, in the forward and in the backward pass."""
         if not self.joins_batch_norm or self.cluster.size == 1:
             return []
         others = self.cluster.size - 1
@@ -197,7 +197,7 @@ class CostModel:
     # --- seconds ----------------------------------------------------------------------------------------------------
 
     def _seconds(self, transfer: Transfer) -> tuple[float, float]:
-        """How long the way up and the way down are busy, when every worker moves as much."""
+        """Return how long the links up and down are busy if every worker transfers as much."""
         link, server, count = self.cluster.link, self.cluster.server_link, self.cluster.size
         up, down = link.seconds_up(transfer.up), link.seconds_down(transfer.down)
         if transfer.peers:
@@ -205,12 +205,12 @@ class CostModel:
         return max(up, server.seconds_up(count * transfer.up)), max(down, server.seconds_down(count * transfer.down))
 
     def _at_cut(self, cut: int, micro: int = 1) -> Transfer:
-        """Of one micro-batch, for the mean over workers."""
+        """Return the transfer of one micro-batch at the cut, averaged over workers."""
         where, rows = self.graph.cuts[cut - 1], round(sum(self.rows) / len(self.rows))
         return Transfer(where.bytes_up(rows) // micro, where.bytes_down(rows) // micro)
 
     def _layer_times(self, profile: Profile, rows: float) -> tuple[list[float], list[float]]:
-        """Seconds of every layer's forward and backward pass."""
+        """Return the seconds of every layer's forward and backward pass."""
         key = (id(profile), rows)
         if key not in self._known_times:
             layers = range(len(self.graph.layers))
@@ -219,7 +219,7 @@ class CostModel:
         return self._known_times[key]
 
     def _worker_times(self, cut: int, micro: int) -> tuple[float, list[float]]:
-        """Seconds of a micro-batch's forward pass, and of each layer's backward pass, on the slowest worker."""
+        """Return the seconds of a micro-batch's forward pass and each layer's backward pass on the slowest worker."""
         best: tuple[float, float, list[float]] = (-1.0, 0.0, [])
         for device, rows in sorted(set(zip(self._speeds, self.rows, strict=True))):
             factor, (forward, backward) = self.cluster.crowding / device, self._layer_times(self.profile, rows / micro)
@@ -234,7 +234,7 @@ class CostModel:
     def _alternative(self, mode: Mode, cut: int, micro: int, ways: Ways, peer: Sync = "allreduce") -> Alternative:
         times = self._times(cut, micro, ways)
         busy = follow(times)
-        if self.cluster.cores is not None:  # all that is computed passes through these cores
+        if self.cluster.cores is not None:  # all processes share these cores
             compute = busy.worker / self.cluster.crowding * self.cluster.size + busy.server
             busy.seconds = max(busy.seconds, compute / self.cluster.cores)
         transfers = self.transfers(cut, ways)
@@ -252,12 +252,12 @@ class CostModel:
         )  # fmt: skip
 
     def transfers(self, cut: int, ways: Ways) -> list[Transfer]:
-        """All that one worker moves in a step."""
-        moved = [self.transfer(self.graph.layers[i], way) for i, way in ways.items()] + self._statistics(cut)
-        return [*moved, self._at_cut(cut)] if cut < len(self.graph.layers) else moved
+        """Return all that one worker sends and receives in a step."""
+        result = [self.transfer(self.graph.layers[i], way) for i, way in ways.items()] + self._statistics(cut)
+        return [*result, self._at_cut(cut)] if cut < len(self.graph.layers) else result
 
     def _times(self, cut: int, micro: int, ways: Ways) -> StepTimes:
-        """The parts of a step."""
+        """Return the parts of a step, for `follow`."""
         layers, latency = self.graph.layers, self.cluster.link.latency
         forward, backward = self._worker_times(cut, micro)
         crowding, count, handling = self.cluster.crowding, self.cluster.size, self.cluster.handling
@@ -270,7 +270,7 @@ class CostModel:
         sent, applied = _count(layers, ways), _count(layers, [i for i, way in ways.items() if way != "server"])
         placed = cut < len(layers)
         cut_up, cut_down = self._seconds(self._at_cut(cut, micro)) if placed else (0.0, 0.0)
-        at_end = handling.step + 2 * count * handling.message  # every worker's last message, and its next task
+        at_end = handling.step + 2 * count * handling.message  # for each worker its last message and its next task
         statistics = [
             max(self._seconds(t)) + (count - 1) * latency / 2 + handling.exchange for t in self._statistics(cut)
         ]
@@ -306,7 +306,7 @@ class CostModel:
         return self._syncs[index, way]
 
     def one_machine(self) -> Alternative:
-        """The whole batch on the best of the devices."""
+        """Return the cost of the whole batch on the best of the devices."""
         rows, weights = sum(self.rows), sum(layer.trained_bytes for layer in self.graph.layers)
         memory, options = self._training_bytes(slice(None), rows, self.state_factor), []
         choices = [(self.profile, device) for device in self.cluster.workers]
@@ -314,7 +314,9 @@ class CostModel:
             forward, backward = self._layer_times(profile, rows)
             seconds = (sum(forward) + sum(backward) + profile.update_seconds * weights) / device.speed
             fits = device.memory is None or memory <= device.memory
-            options.append((not fits, seconds, "" if fits else _small("the machine", memory, device.memory or 0)))
+            options.append(
+                (not fits, seconds, "" if fits else _too_small_message("the machine", memory, device.memory or 0))
+            )
         _, seconds, problem = min(options)
         return Alternative(
             mode=ONE_MACHINE, cut=0, cut_name="", micro_batches=1, seconds=seconds, worker_seconds=seconds,
@@ -325,7 +327,7 @@ class CostModel:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _training_bytes(self, layers: slice, rows: int, state_factor: float) -> int:
-        """Weights, gradients, optimizer state (for each byte of a parameter) and activations."""
+        """Return bytes of weights, gradients, optimizer state (per byte of a parameter) and activations."""
         if rows not in self._activations:
             self._activations[rows] = [layer.activation_bytes(rows) for layer in self.graph.layers]
         total = sum(self._activations[rows][layers])
@@ -334,7 +336,7 @@ class CostModel:
         return total
 
     def _memory(self, cut: int, micro: int, ways: Ways) -> tuple[int, int]:
-        """Of the largest worker and of the server."""
+        """Return the bytes of the largest worker and of the server."""
         layers, factor = self.graph.layers, self.state_factor
         states = {"server": 0.0, "allreduce": 1.0, "factors": 1.0, "sharded": 1 / self.cluster.size}
         worker = self._training_bytes(slice(0, cut), max(self.rows), 0.0)
@@ -348,39 +350,39 @@ class CostModel:
     def _too_small(self, worker: int, server: int) -> str:
         least = min((d.memory for d in self.cluster.workers if d.memory is not None), default=None)
         if least is not None and worker > least:
-            return _small("a worker", worker, least)
+            return _too_small_message("a worker", worker, least)
         if self.cluster.server.memory is not None and server > self.cluster.server.memory:
-            return _small("the server", server, self.cluster.server.memory)
+            return _too_small_message("the server", server, self.cluster.server.memory)
         return ""
 
     # --- a placement's layers ---------------------------------------------------------------------------------------
 
     def placed_layers(self, chosen: Alternative, ways: Ways) -> tuple[PlacedLayer, ...]:
-        """Each layer, with what a step of it costs."""
+        """Return each layer with its costs in a step."""
         micro, rows = chosen.micro_batches, sum(self.rows)
         layers = []
         for i, layer in enumerate(self.graph.layers):
             on_worker = i < chosen.cut or chosen.mode == ONE_MACHINE
             way = ways.get(i) if i < chosen.cut else None
-            moved = self.transfer(layer, way) if way is not None else Transfer(0, 0)
+            layer_transfer = self.transfer(layer, way) if way is not None else Transfer(0, 0)
             if chosen.mode == ONE_MACHINE or not on_worker:
-                known, count, factor = self.server_profile, rows, 1 / self.cluster.server.speed
+                layer_profile, count, factor = self.server_profile, rows, 1 / self.cluster.server.speed
             else:
-                known, count, factor = self.profile, max(self.rows), self.cluster.crowding
+                layer_profile, count, factor = self.profile, max(self.rows), self.cluster.crowding
             layers.append(
                 PlacedLayer(
                     name=layer.name, kind=layer.kind, where=WORKERS if on_worker else SERVER, sync=way,
                     parameters=layer.parameters, parameter_bytes=layer.parameter_bytes,
                     output_bytes=layer.output_bytes(1),
-                    forward_seconds=factor * micro * known.forward(i, count / micro),
-                    backward_seconds=factor * micro * known.backward(i, count / micro),
-                    bytes_up=moved.up, bytes_down=moved.down,
+                    forward_seconds=factor * micro * layer_profile.forward(i, count / micro),
+                    backward_seconds=factor * micro * layer_profile.backward(i, count / micro),
+                    bytes_up=layer_transfer.up, bytes_down=layer_transfer.down,
                 )
             )  # fmt: skip
         return tuple(layers)
 
     def ways_of(self, chosen: Alternative) -> dict[int, Sync]:
-        """How the layers on the workers are synchronised in an alternative of this model."""
+        """Return how the layers on the workers are synchronised in an alternative of this model."""
         if chosen.mode == PLACED:
             return self.ways(chosen.cut, chosen.peer_sync)
         if chosen.mode == ONE_MACHINE:
@@ -388,10 +390,10 @@ class CostModel:
         return self._all(chosen.cut, "server" if chosen.mode == PARAMETER_SERVER else "allreduce")
 
 
-def _count(layers: Sequence[Layer], places: Iterable[int]) -> int:
-    """Parameters of some of the layers."""
-    return sum(len(layers[i].parameters) for i in places)
+def _count(layers: Sequence[Layer], indices: Iterable[int]) -> int:
+    """Count the parameters of some of the layers."""
+    return sum(len(layers[i].parameters) for i in indices)
 
 
-def _small(which: str, needed: int, there: int) -> str:
-    return f"{which} needs {size(needed)} and has {size(there)}"
+def _too_small_message(which: str, needed: int, available: int) -> str:
+    return f"{which} needs {size(needed)} and has {size(available)}"

@@ -1,4 +1,4 @@
-"""The machines that a network is placed on."""
+"""The machines on which a network is placed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from shoal.errors import PlaceError
 from shoal.place.links import Link
 
 BUCKET_BYTES = 1 << 20
-"""Gradients travel in pieces of about this size, while the backward pass makes the next ones."""
+"""Gradients are sent in buckets of about this size, while the backward pass computes the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One machine's device."""
+    """The device of one machine."""
 
     speed: float = 1.0
-    """Over that of the profile: 0.5 takes twice as long."""
+    """Relative to the profiled device: 0.5 takes twice as long."""
     memory: int | None = None
-    """Bytes that may be used; None: enough."""
+    """The bytes that may be used; None: enough."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.speed, int | float) or not self.speed > 0:
@@ -30,10 +30,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
-    """Seconds of a process besides layers and bytes; the defaults are those of the training's own code."""
+    """Seconds of overhead in a process besides layers and bytes. The defaults are those of the training's own code."""
 
     message: float = 1.5e-4
-    """To make a message, or to take one in."""
+    """To create or to read a message."""
     exchange: float = 2e-3
     """For an exchange among workers."""
     step: float = 2e-3
@@ -44,17 +44,17 @@ class Handling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The server, its workers, and what joins them."""
+    """The server, its workers, and the links between them."""
 
     workers: tuple[Device, ...]
     server: Device
     link: Link
-    """Of each worker."""
+    """The link of each worker."""
     server_link: Link
-    """Of the server: what all workers send to it passes through. `up` is from the workers."""
+    """The link of the server, which everything that workers send to it passes. `up` is from the workers."""
     handling: Handling = Handling()
     cores: int | None = None
-    """Where all of these are processes of one machine, the cores that they share; None: machines of their own."""
+    """If all of these are processes of one machine, the cores that they share; None: separate machines."""
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -68,24 +68,24 @@ class Cluster:
 
     @property
     def crowding(self) -> float:
-        """How much longer a worker takes while all of them compute."""
+        """How many times longer a worker takes while all of them compute."""
         return max(1.0, self.size / self.cores) if self.cores is not None else 1.0
 
 
 def rows_for(total: int, cluster: Cluster) -> tuple[int, ...]:
-    """The joined batch's rows for each worker, in proportion to its speed."""
+    """Return each worker's rows of the joined batch, in proportion to its speed."""
     return tuple(max(1, rows) for rows in divide(total, [device.speed for device in cluster.workers]))
 
 
 def divide(total: int, shares: Sequence[float]) -> list[int]:
-    """Rows for each worker, in proportion to its share.
+    """Divide rows among workers in proportion to their shares.
 
     >>> divide(10, [1, 1, 1]), divide(7, [1, 2])
     ([4, 3, 3], [2, 5])
     """
     exact = [total * share / sum(shares) for share in shares]
     rows = [int(x) for x in exact]
-    rest = sorted(range(len(shares)), key=lambda i: (rows[i] - exact[i], i))
-    for i in rest[: total - sum(rows)]:
+    by_remainder = sorted(range(len(shares)), key=lambda i: (rows[i] - exact[i], i))
+    for i in by_remainder[: total - sum(rows)]:
         rows[i] += 1
     return rows

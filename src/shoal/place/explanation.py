@@ -1,4 +1,4 @@
-"""Why a placement was chosen, in a few sentences."""
+"""Explain in a few sentences why a placement was chosen."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from shoal.place.placement import ONE_MACHINE, PLACED, Alternative
 from shoal.utils.tables import duration, size
 
 FASTER = tuple(2**power for power in range(1, 13))
-"""How many times faster links are tried where one machine is the fastest."""
+"""How many times faster the links are assumed to be, to find out when distributing pays."""
 
 
 def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative]) -> str:
-    """Why this one, in a few sentences."""
+    """Explain in a few sentences why this alternative was chosen."""
     others = [other for other in every if other.mode not in (chosen.mode, PLACED) and not other.problem]
-    against = [f"{other.describe()} {duration(other.seconds)}" for other in others]
-    beside = f" Others: {', '.join(against)}." if against else ""
+    compared = [f"{other.describe()} {duration(other.seconds)}" for other in others]
+    beside = f" Others: {', '.join(compared)}." if compared else ""
     cluster, graph = costs.cluster, costs.graph
-    place = f"{cluster.size} worker{'s' * (cluster.size > 1)} with {costs.rows[0]} rows each, {cluster.link}"
+    setting = f"{cluster.size} worker{'s' * (cluster.size > 1)} with {costs.rows[0]} rows each, {cluster.link}"
     if chosen.mode == ONE_MACHINE:
         pays = _pays_from(costs, chosen, every)
-        return f"One machine is faster than {place}: {duration(chosen.seconds)} a step.{pays}{beside}{_fails(graph)}"
-    lines = [f"{chosen.describe().capitalize()}, {place}: {duration(chosen.seconds)} a step."]
+        return f"One machine is faster than {setting}: {duration(chosen.seconds)} a step.{pays}{beside}{_fails(graph)}"
+    lines = [f"{chosen.describe().capitalize()}, {setting}: {duration(chosen.seconds)} a step."]
     if chosen.mode == PLACED and chosen.cut < len(graph.layers):
         cut = graph.cuts[chosen.cut - 1]
-        behind = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
-        whole = sum(layer.trained_bytes for layer in graph.layers)
-        ratio = 2 * whole / max(1, chosen.bytes_both)
+        server_bytes = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
+        all_bytes = sum(layer.trained_bytes for layer in graph.layers)
+        ratio = 2 * all_bytes / max(1, chosen.bytes_both)
         lines.append(
-            f"{size(behind)} of {size(whole)} of parameters stay at the server, and "
+            f"{size(server_bytes)} of {size(all_bytes)} of parameters stay at the server, and "
             f"{size(cut.bytes_up(1) + cut.bytes_down(1))} travel for each row in their place: "
             f"{size(chosen.bytes_both)} a step at each worker, {ratio:.1f} times less than "
-            f"all parameters through a server ({size(2 * whole)}). "
+            f"all parameters through a server ({size(2 * all_bytes)}). "
             f"In bytes it pays below batch {pays_below(graph, cut):,}."
         )
     return " ".join(lines) + beside + _fails(graph)
 
 
 def _pays_from(costs: CostModel, alone: Alternative, every: Sequence[Alternative]) -> str:
-    """From which speed of the links on it pays to distribute."""
-    places = range(1, len(costs.graph.layers))
-    cuts = [costs.graph.cuts[other.cut - 1] for other in every if other.mode == PLACED and other.cut in places]
+    """Describe how fast the links must be for distributing to pay."""
+    inner_cuts = range(1, len(costs.graph.layers))
+    cuts = [costs.graph.cuts[other.cut - 1] for other in every if other.mode == PLACED and other.cut in inner_cuts]
     for times in FASTER:
         model = costs.over_faster_links(times)
         other = model.fastest_of(cuts[:3])
@@ -52,13 +52,13 @@ def _pays_from(costs: CostModel, alone: Alternative, every: Sequence[Alternative
 
 
 def _fails(graph: LayerGraph) -> str:
-    """Why the network cannot be cut anywhere, where that is so."""
+    """Return why the network cannot be cut anywhere; empty if it can."""
     if len(graph.layers) > 1 and all(cut.problem for cut in graph.cuts):
         return f" It cannot be cut: {graph.cuts[0].problem}."
     return ""
 
 
 def pays_below(graph: LayerGraph, cut: Cut) -> int:
-    """The rows of a worker below which this cut moves fewer bytes than all parameters through the server do."""
-    moved = 2 * sum(layer.trained_bytes for layer in graph.layers[cut.index :])
-    return int(moved / max(1, cut.bytes_up(1) + cut.bytes_down(1)))
+    """Return the rows of a worker below which this cut moves fewer bytes than all parameters through the server."""
+    param_bytes = 2 * sum(layer.trained_bytes for layer in graph.layers[cut.index :])
+    return int(param_bytes / max(1, cut.bytes_up(1) + cut.bytes_down(1)))

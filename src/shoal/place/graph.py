@@ -1,8 +1,8 @@
 """A network as an ordered list of layers, with what each one holds and what crosses a cut after it.
 
-A layer is a call of one of torch's own modules (or of a module without modules in it), with the plain torch functions
-that follow it. A cut comes after a layer; whatever was computed before it and is used after it crosses: the activation,
-what residual connections carry, masks. What can be computed again from the inputs is, where the inputs are smaller.
+A layer is a call of one of torch's own modules (or of a module without submodules), with the plain torch functions that
+follow it. A cut comes after a layer. Whatever was computed before it and is used after it crosses it: the activation,
+residual connections, masks. What can be computed again from the inputs is, if the inputs are smaller.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from shoal.graphs.recording import record_calls
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer, and what it costs that does not depend on a device."""
+    """One layer, and its costs that do not depend on a device."""
 
     name: str
-    """Of the module; with "#2" where it is its second call."""
+    """The name of the module, with "#2" for its second call."""
     kind: str
     """The module's class."""
     parameters: tuple[str, ...]
     """Names in the user's network; a tied weight belongs to the first layer that uses it."""
     parameter_bytes: int
     trained_bytes: int
-    """Those of parameters that are trained: their gradients have the same size."""
+    """Bytes of parameters that are trained; their gradients have the same size."""
     buffer_bytes: int
     output: tuple[Value, ...]
-    """What it computes that a later layer uses, or that is the output."""
+    """Results that a later layer uses, or that are the output."""
     activation: tuple[Value, ...]
-    """All tensors that it makes; training holds them until the backward pass."""
+    """All tensors that it creates; training holds them until the backward pass."""
     operations: Extent
-    """Multiplications and additions of the forward pass, of so many rows."""
+    """Multiplications and additions of the forward pass, as a function of the rows."""
     factors: tuple[Value, ...]
-    """Of a linear layer, the tensors whose product is its weight's gradient: its input, and (as large as its output)
+    """For a linear layer, the tensors whose product is its weight's gradient: its input, and (as large as its output)
     the gradient of its output. Empty for other layers."""
     channels: int
-    """Of a batch norm, whose statistics are of all rows; 0 for other layers."""
+    """For a batch norm, whose statistics cover all rows, its channels; 0 for other layers."""
     first: int
-    """Its first call in the recorded list."""
+    """The index of its first call in the recorded list."""
     end: int
-    """The first call that is no longer its own."""
+    """The index after its last call."""
 
     def output_bytes(self, rows: int = 1) -> int:
         return sum(value.bytes_at(rows) for value in self.output)
@@ -64,28 +64,28 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The place after the first `index` layers."""
+    """The position after the first `index` layers."""
 
     index: int
     name: str
-    """Of the last layer before it."""
+    """The name of the last layer before it."""
     values: tuple[Value, ...]
-    """What crosses, in the order in which the front gives it and the back takes it."""
+    """What crosses it, in the order in which the front returns it and the back takes it."""
     problem: str = ""
-    """Why the network cannot be cut here; empty: it can."""
+    """Why the network cannot be cut here; empty if it can."""
 
     def bytes_up(self, rows: int) -> int:
-        """From a worker to the server, for so many rows."""
+        """Return the bytes from a worker to the server for so many rows."""
         return sum(value.bytes_at(rows) for value in self.values)
 
     def bytes_down(self, rows: int) -> int:
-        """Gradients, from the server to a worker."""
+        """Return the bytes of gradients from the server to a worker."""
         return sum(value.bytes_at(rows) for value in self.values if value.has_gradient)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
-    """A network's layers, in the order they are computed in."""
+    """A network's layers, in the order of computation."""
 
     calls: Calls
     layers: tuple[Layer, ...]
@@ -95,20 +95,20 @@ class LayerGraph:
     _uses: tuple[dict[int, str], ...] = field(repr=False)
     """For each layer, the weights and buffers that it uses: id -> name."""
     _split_networks: dict[int, tuple[nn.Module, nn.Module, nn.Module]] = field(repr=False, default_factory=dict)
-    """Cut -> a network and its parts, of the last one that was cut there."""
+    """For each cut, the network that was last cut there and its two parts."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's own network; the parts that `split` gives share its parameters."""
+        """The user's own network; the parts that `split` returns share its parameters."""
         return self.calls.model
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """All places between two layers, those too where it cannot be cut."""
+        """All positions between two layers, including those where it cannot be cut."""
         return tuple(self._cut(index) for index in range(1, len(self.layers)))
 
     def cut_named(self, name: str) -> Cut:
-        """The cut after a layer."""
+        """Return the cut after a layer."""
         for cut in self.cuts:
             if cut.name == name:
                 return cut
@@ -116,15 +116,16 @@ class LayerGraph:
         raise PlaceError(f"cut {name!r}: there is no such layer to cut after; there are {names}, ...")
 
     def tensors_of(self, sample: Any) -> tuple[Tensor, ...]:
-        """A sample's tensors in the order in which the front takes them."""
+        """Return a sample's tensors in the order in which the front takes them."""
         return self.calls.tensors_of(sample)
 
     def split(self, index: int, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
-        """The first `index` layers and the others, as ordinary modules with the names of the network's parameters.
+        """Return the first `index` layers and the others, as ordinary modules with the names of the network's
+        parameters.
 
-        `front(*graph.tensors_of(sample))` gives a tuple of tensors, `back(*tensors)` the network's output. Both share
-        their parameters and modules with the network, or with `model`, another one of the same class; asked again, the
-        same two are given.
+        `front(*graph.tensors_of(sample))` returns a tuple of tensors, `back(*tensors)` the network's output. Both share
+        their parameters and modules with the network, or with `model`, another one of the same class. Repeated calls
+        return the same modules.
 
         Examples:
             >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
@@ -174,16 +175,16 @@ class LayerGraph:
         return ""
 
     def _shared_at(self, index: int) -> str | None:
-        """A weight, or a module's buffer, that both sides use."""
+        """Return the name of a weight or buffer that both sides use, or None."""
         before = {key: name for uses in self._uses[:index] for key, name in uses.items()}
         after = {key for uses in self._uses[index:] for key in uses}
         return next((name for key, name in before.items() if key in after), None)
 
 
 def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
-    """List a network's layers; `sample` is what it is called with: a tensor, a tuple or a dict, batch dimension first.
+    """List a network's layers. `sample` is what it is called with: a tensor, a tuple or a dict, batch dimension first.
 
-    Works on tensors without data, also for a network on the meta device.
+    It works on tensors without data, also for a network on the meta device.
 
     Examples:
         >>> graph = trace_layers(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2, 4))
@@ -191,7 +192,7 @@ def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
         [('0', 'Linear', 60), ('1', 'ReLU', 0), ('2', 'Linear', 32)]
 
     Raises:
-        PlaceError: when the network cannot be traced.
+        PlaceError: If the network cannot be traced.
     """
     _check_network(model)
     try:
@@ -220,7 +221,7 @@ def _check_network(model: Any) -> None:
 
 
 class _Weights:
-    """Which layer uses which of a network's parameters and buffers."""
+    """Records which layer uses which of a network's parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
@@ -231,12 +232,12 @@ class _Weights:
         self._counted: set[int] = set()
 
     def label(self, name: str) -> str:
-        """The name of a module's next call."""
+        """Return the name of a module's next call."""
         self.calls[name] = self.calls.get(name, 0) + 1
         return name if self.calls[name] == 1 else f"{name}#{self.calls[name]}"
 
     def add(self, nodes: Sequence[fx.Node]) -> list[tuple[str, Tensor]]:
-        """Note what a layer uses; what no layer before it used is its own."""
+        """Record what a layer uses, and return what no earlier layer uses."""
         used: dict[int, Tensor] = {}
         for node in nodes:
             tensors: list[Tensor] = []
@@ -255,11 +256,11 @@ class _Weights:
 def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
     nodes = calls.nodes[first:end]
     inside = set(nodes)
-    held = weights.add(nodes)
-    params = [(name, tensor) for name, tensor in held if isinstance(tensor, nn.Parameter)]
-    made = [node for node in nodes if "value" in node.meta and node.op not in ("placeholder", "get_attr")]
-    output = [node for node in made if leaves(node, inside)]
-    fresh = {node.meta["storage"]: node.meta["value"] for node in reversed(made)}
+    own_tensors = weights.add(nodes)
+    params = [(name, tensor) for name, tensor in own_tensors if isinstance(tensor, nn.Parameter)]
+    computed = [node for node in nodes if "value" in node.meta and node.op not in ("placeholder", "get_attr")]
+    output = [node for node in computed if leaves(node, inside)]
+    fresh = {node.meta["storage"]: node.meta["value"] for node in reversed(computed)}
     operations = [node.meta["operations"] for node in nodes if "operations" in node.meta]
     call = next(node for node in nodes if node.op == "call_module")
     module = str(call.target)
@@ -269,7 +270,7 @@ def _layer(calls: Calls, weights: _Weights, first: int, end: int) -> Layer:
         parameters=tuple(name for name, _ in params),
         parameter_bytes=sum(p.nbytes for _, p in params),
         trained_bytes=sum(p.nbytes for _, p in params if p.requires_grad),
-        buffer_bytes=sum(t.nbytes for _, t in held) - sum(p.nbytes for _, p in params),
+        buffer_bytes=sum(t.nbytes for _, t in own_tensors) - sum(p.nbytes for _, p in params),
         output=tuple(node.meta["value"] for node in output),
         activation=tuple(fresh.values()),
         operations=Extent.through([sum(o.at(rows) for o in operations) for rows in ROWS]),

@@ -1,4 +1,4 @@
-"""How fast links are, each way."""
+"""The speed of links, in each direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.split.net.links import LinkSpeed
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A machine's link: bits in a second each way, and seconds there and back of a message without content.
+    """A machine's link: bits per second each way, and the round-trip seconds of an empty message.
 
     Examples:
         >>> Link.parse("1Gbit, 5ms")
@@ -20,7 +20,7 @@ class Link:
     """
 
     up: float
-    """From the worker."""
+    """Bits per second from the worker."""
     down: float
     latency: float = 0.0
 
@@ -30,7 +30,7 @@ class Link:
 
     @staticmethod
     def parse(text: str | Link | LinkSpeed) -> Link:
-        """From "1Gbit", "100Mbit 5ms", or a link that was measured."""
+        """Create a link from "1Gbit", "100Mbit 5ms", or a measured link."""
         if isinstance(text, Link):
             return text
         if isinstance(text, LinkSpeed):
@@ -44,19 +44,19 @@ class Link:
         return Link(speed.bits, speed.bits, speed.latency)
 
     def faster(self, times: float) -> Link:
-        """A link of so many times the speed."""
+        """Return a link with so many times the speed."""
         return Link(self.up * times, self.down * times, self.latency)
 
     def seconds_up(self, num_bytes: float) -> float:
-        """Seconds to send so many bytes from the machine; its latency comes on top."""
+        """Return the seconds to send so many bytes from the machine, without the latency."""
         return 8 * num_bytes / self.up
 
     def seconds_down(self, num_bytes: float) -> float:
-        """Seconds to send so many bytes to the machine; its latency comes on top."""
+        """Return the seconds to send so many bytes to the machine, without the latency."""
         return 8 * num_bytes / self.down
 
     def drifted(self, other: Link, share: float = 0.25) -> bool:
-        """Whether another measurement differs by more than this share, in either direction."""
+        """Return whether another measurement differs by more than this share, in either direction."""
         return any(abs(a - b) > share * a for a, b in ((self.up, other.up), (self.down, other.down)))
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""A placement: which layer is computed where, how its parameters stay equal, and what that should cost; plain data."""
+"""A placement: which layer is computed where, how its parameters stay equal, and what that should cost, as plain
+data."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Sync = Literal["server", "allreduce", "sharded", "factors"]
 Mode = Literal["placed", "parameter server", "data parallel", "one machine"]
 
 FORMAT = 1
-"""Of the JSON file."""
+"""The version of the JSON file's format."""
 WORKERS: Where = "workers"
 SERVER: Where = "server"
 ONE_MACHINE: Mode = "one machine"
@@ -29,30 +30,30 @@ PLACED: Mode = "placed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedLayer:
-    """One layer: where it is computed, and what a step of it costs."""
+    """One layer: where it is computed, and what it costs in a step."""
 
     name: str
     kind: str
     where: Where
     sync: Sync | None
     """How the gradients of a layer on the workers are summed: through the server, by an all-reduce among the workers,
-    by an all-reduce of which each worker updates a part ("sharded"), or by exchanging the factors of the gradient of a
+    by an all-reduce in which each worker updates a part ("sharded"), or by exchanging the factors of the gradient of a
     fully connected layer. None: it has no parameters to train, or it is at the server."""
     parameters: tuple[str, ...]
     parameter_bytes: int
     output_bytes: int
-    """For each row."""
+    """Bytes for each row."""
     forward_seconds: float
-    """Of a step, on one worker or on the server."""
+    """Seconds in a step, on one worker or on the server."""
     backward_seconds: float
     bytes_up: int
-    """That one worker sends in a step so that this layer's parameters stay equal."""
+    """Bytes that one worker sends in a step so that this layer's parameters stay equal."""
     bytes_down: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One way to place the network, and what it should cost in a step."""
+    """One way to place the network, and its predicted cost in a step."""
 
     mode: Mode
     cut: int
@@ -61,35 +62,35 @@ class Alternative:
     micro_batches: int
     seconds: float
     worker_seconds: float
-    """Compute of the slowest worker."""
+    """Compute time of the slowest worker."""
     network_seconds: float
-    """The busiest link, in its busier direction."""
+    """Seconds of the busiest link, in its busier direction."""
     server_seconds: float
-    """Compute of the server."""
+    """Compute time of the server."""
     bytes_up: int
-    """From one worker, in a step."""
+    """Bytes from one worker in a step."""
     bytes_down: int
     worker_memory: int
     server_memory: int
     message_bytes: int = 0
-    """Of headers, descriptions and row numbers in its messages, both ways: what travels besides the tensors."""
+    """Bytes of headers, descriptions and row numbers in its messages, both ways, besides the tensors."""
     peer_sync: Sync = "allreduce"
-    """The way among workers, where that is cheaper for a layer than through the server."""
+    """How workers synchronise a layer among themselves, if that is cheaper for it than through the server."""
     problem: str = ""
-    """Why it cannot be used: a device is too small. Empty: it can."""
+    """Why it cannot be used: a device is too small. Empty if it can."""
 
     @property
     def bytes_both(self) -> int:
-        """Of tensors."""
+        """Bytes of tensors, both ways."""
         return self.bytes_up + self.bytes_down
 
     @property
     def socket_bytes(self) -> int:
-        """All that passes a worker's sockets in a step, both ways."""
+        """All bytes at a worker's sockets in a step, both ways."""
         return self.bytes_both + self.message_bytes
 
     def describe(self) -> str:
-        """Its name for people: the mode, or where it is cut."""
+        """Return its name for people: the mode, or where it is cut."""
         if self.mode != PLACED:
             return self.mode
         return f"cut after {self.cut_name}" if self.cut_name else "all layers on the workers"
@@ -97,7 +98,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What `shoal.place` decided. Plain data: `to_dict` and `from_dict` are exact inverses."""
+    """The decision of `shoal.place`, as plain data: `to_dict` and `from_dict` are exact inverses."""
 
     mode: Mode
     """"placed": the first layers on the workers, the others at the server. "parameter server" and "data parallel": all
@@ -105,61 +106,61 @@ class Placement:
     cut: int
     """How many layers, from the first, are on the workers."""
     cut_name: str
-    """The last layer on the workers; empty where all are on one side."""
+    """The last layer on the workers; empty if all layers are on one side."""
     layers: tuple[PlacedLayer, ...]
     workers: int
     batch_size: int
     """Rows of one worker in a step; the joined batch is `sum(rows)`."""
     rows: tuple[int, ...]
-    """Rows of each worker; unlike where workers are unequally fast."""
+    """Rows of each worker; they differ if workers have different speeds."""
     micro_batches: int
-    """Parts of a worker's rows that are computed and sent one after another."""
+    """The number of parts of a worker's rows that are computed and sent one after another."""
     link: Link
     server_link: Link
     predicted: Alternative
     batch_norm: Literal["joined", "own"] = "joined"
     """Statistics of batch norm layers on the workers: over the joined batch, as in ordinary training, or over each
-    worker's own rows, as DistributedDataParallel has them."""
+    worker's own rows, as in DistributedDataParallel."""
     staleness: int | None = None
-    """None: synchronous. A number: asynchronous, and no worker is more steps ahead of another one than that."""
+    """None: synchronous. A number: asynchronous, and no worker is more than so many steps ahead of another."""
     alternatives: tuple[Alternative, ...] = ()
-    """All that were compared, the fastest first."""
+    """All alternatives that were compared, the fastest first."""
     explanation: str = ""
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """Which device the seconds come from, and whether they were measured; the layers' times of a worker and of the
-    server, so that the network can be placed again (`shoal.place(..., profile=placement)`)."""
+    """The device of the seconds, whether they were measured, and the layers' times on a worker and on the server, so
+    that the network can be placed again (`shoal.place(..., profile=placement)`)."""
 
     @property
     def seconds(self) -> float:
-        """Predicted for a step."""
+        """Predicted seconds of a step."""
         return self.predicted.seconds
 
     @property
     def bytes_up(self) -> int:
-        """From one worker in a step, predicted."""
+        """Predicted bytes from one worker in a step."""
         return self.predicted.bytes_up
 
     @property
     def bytes_down(self) -> int:
-        """To one worker in a step, predicted."""
+        """Predicted bytes to one worker in a step."""
         return self.predicted.bytes_down
 
     @property
     def server_parameters(self) -> tuple[str, ...]:
-        """Parameters of the layers at the server."""
+        """Names of the parameters of layers at the server."""
         return tuple(name for layer in self.layers if layer.where == SERVER for name in layer.parameters)
 
     def alternative(self, mode: Mode) -> Alternative | None:
-        """The fastest one of a mode that was compared."""
+        """Return the fastest alternative of a mode that was compared."""
         return next((other for other in self.alternatives if other.mode == mode and not other.problem), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return everything as plain data."""
         return {"format": FORMAT, **asdict(self)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Placement:
-        """From `to_dict`, also after a way through JSON."""
+        """Create a placement from what `to_dict` returned, also after JSON."""
         if data.get("format") != FORMAT:
             raise PlaceError(
                 f"the placement has format {data.get('format')!r}; this version reads {FORMAT}: place again"
@@ -183,7 +184,7 @@ class Placement:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Placement:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -195,7 +196,7 @@ class Placement:
         return Placement.from_dict(data)
 
     def table(self) -> str:
-        """All layers: where they are, and what they compute and send in a step."""
+        """Format all layers: where they are, and what they compute and send in a step."""
         head = ["layer", "kind", "where", "sync", "parameters", "output/row", "forward", "backward", "up", "down"]
         rows = [
             [
@@ -208,7 +209,7 @@ class Placement:
         return render(head, rows, left=(0, 1, 2, 3))
 
     def comparison(self, most: int = 8) -> str:
-        """The fastest of all that was compared, and the usual ways beside them."""
+        """Format the fastest alternatives, and the usual modes beside them."""
         head = [
             "",
             "micro-batches",

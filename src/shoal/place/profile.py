@@ -1,9 +1,9 @@
 """How long each layer of a network takes on a device: measured layer by layer, or estimated from its operations.
 
-Measured: the layers run one after another on the sample's rows, repeated to a few batch sizes; autograd is cut between
-layers, so that each one's backward pass has a time of its own. The sum is then scaled to the time of the whole
-network's forward and backward pass. On a CPU with one thread, its own seconds count, so that other processes of the
-machine do not.
+To measure, the layers run one after another on the sample's rows, repeated to a few batch sizes. Autograd is cut
+between layers, so that each layer's backward pass can be timed. The sum is then scaled to the time of the whole
+network's forward and backward pass. On a CPU with one thread, the thread's own time is measured, so that other
+processes do not count.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from shoal.place.graph import Layer, LayerGraph, leaves
 FORMAT = 1
 REPEATS = 5
 BUDGET = 20.0
-"""Seconds for a profile; where one pass takes long, it is repeated less often."""
+"""Seconds for a profile; if one pass takes long, it is repeated less often."""
 UPDATE_BYTES = 16_000_000
 DEFAULT_SPEED = 1e12
-"""Operations a second of a device that nothing is known about."""
+"""Assumed operations per second of an unknown device."""
 OPERATIONS_PER_BYTE = 100
-"""That a device computes in the time of an update of one byte of a parameter, where that was not measured."""
+"""If it was not measured, updating one byte of a parameter is assumed to take as long as so many operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one layer, at each of the profile's numbers of rows."""
+    """Seconds of one layer, at each of the profile's batch sizes."""
 
     name: str
     forward: tuple[float, ...]
@@ -52,40 +52,41 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The layers of one network on one kind of device."""
+    """The times of one network's layers on one kind of device."""
 
     device: str
     measured: bool
     rows: tuple[int, ...]
-    """Batch sizes that the times are for."""
+    """The batch sizes of the times."""
     layers: tuple[LayerTimes, ...]
     update_seconds: float = OPERATIONS_PER_BYTE / DEFAULT_SPEED
-    """Of an optimizer's step, for each byte of a parameter."""
+    """Seconds of an optimizer's step for each byte of a parameter."""
     threads: int | None = None
 
     def forward(self, layer: int, rows: float) -> float:
-        """Seconds of a layer's forward pass; between and beyond the measured numbers of rows on a line."""
+        """Return the seconds of a layer's forward pass, interpolated linearly between the measured batch sizes and
+        beyond."""
         return _line(self.rows, self.layers[layer].forward, rows)
 
     def backward(self, layer: int, rows: float) -> float:
-        """Seconds of a layer's backward pass, as `forward`."""
+        """Return the seconds of a layer's backward pass, as in `forward`."""
         return _line(self.rows, self.layers[layer].backward, rows)
 
     def check(self, graph: LayerGraph) -> None:
-        """PlaceError where it is of another network."""
-        names, known = [layer.name for layer in graph.layers], [layer.name for layer in self.layers]
-        if names != known:
-            other = next((a for a, b in zip(names, known, strict=False) if a != b), f"{len(names)} layers")
+        """Raise a PlaceError if it is of another network."""
+        names, profiled = [layer.name for layer in graph.layers], [layer.name for layer in self.layers]
+        if names != profiled:
+            other = next((a for a, b in zip(names, profiled, strict=False) if a != b), f"{len(names)} layers")
             raise PlaceError(f"the profile is of another network (here: {other!r}); profile this one")
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return everything as plain data."""
         layers = [{"name": x.name, "forward": list(x.forward), "backward": list(x.backward)} for x in self.layers]
         return {"format": FORMAT, **asdict(self), "rows": list(self.rows), "layers": layers}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Profile:
-        """From `to_dict`, also after a way through JSON."""
+        """Create a profile from what `to_dict` returned, also after JSON."""
         try:
             if data["format"] != FORMAT:
                 raise PlaceError(
@@ -107,7 +108,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -115,18 +116,18 @@ class Profile:
         return Profile.from_dict(data if isinstance(data, dict) else {})
 
 
-def _line(rows: Sequence[int], seconds: Sequence[float], wanted: float) -> float:
-    """The value on the line through the two nearest measurements; never less than nothing."""
+def _line(rows: Sequence[int], seconds: Sequence[float], target: float) -> float:
+    """Return the value on the line through the two nearest measurements; never negative."""
     if len(rows) == 1:
-        return seconds[0] * wanted / rows[0]
-    right = next((i for i in range(1, len(rows)) if wanted <= rows[i]), len(rows) - 1)
+        return seconds[0] * target / rows[0]
+    right = next((i for i in range(1, len(rows)) if target <= rows[i]), len(rows) - 1)
     a, b = rows[right - 1], rows[right]
     slope = (seconds[right] - seconds[right - 1]) / (b - a)
-    return max(0.0, seconds[right - 1] + max(0.0, slope) * (wanted - a), min(seconds) * min(1.0, wanted / rows[0]))
+    return max(0.0, seconds[right - 1] + max(0.0, slope) * (target - a), min(seconds) * min(1.0, target / rows[0]))
 
 
 def estimate_profile(graph: LayerGraph, *, operations_per_second: float = DEFAULT_SPEED) -> Profile:
-    """Times from operations alone, for a device of that speed: nothing runs, and the network may be on meta."""
+    """Estimate times from operations, for a device of that speed. Nothing runs, and the network may be on meta."""
     layers = tuple(
         LayerTimes(
             layer.name,
@@ -153,42 +154,43 @@ def measure_profile(
     budget: float = BUDGET,
     companions: int = 0,
 ) -> Profile:
-    """Time every layer on a device at these batch sizes; the sample's rows are repeated. The network stays as it is.
+    """Time every layer on a device at these batch sizes; the sample's rows are repeated. The network is not changed.
 
-    `companions`: processes that compute the same meanwhile, as on a machine whose cores are shared.
+    Args:
+        companions: The number of processes that compute the same meanwhile, as on a machine whose cores are shared.
     """
-    place = torch.device(device)
+    target_device = torch.device(device)
     if any(tensor.is_meta for tensor in (*graph.model.parameters(), *graph.tensors_of(sample))):
         raise PlaceError("the network is on the meta device, so its layers cannot be timed; use measure=False")
-    model = copy.deepcopy(graph.model).to(place).train()
+    model = copy.deepcopy(graph.model).to(target_device).train()
     sizes = tuple(sorted(set(rows)))
     times: list[tuple[list[float], list[float]]] = []
-    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.enable_grad():
+    with torch.random.fork_rng(devices=[target_device] if target_device.type == "cuda" else []), torch.enable_grad():
         try:
             for count in sizes:
-                batch = pytree.tree_map_only(Tensor, partial(_repeated, count, place), as_arguments(sample))
-                timing = _Timing(graph, model, place)
+                batch = pytree.tree_map_only(Tensor, partial(_repeated, count, target_device), as_arguments(sample))
+                timing = _Timing(graph, model, target_device)
                 with accompanied(partial(timing.whole, batch), companions):
                     times.append(timing.run(batch, budget / len(sizes)))
         except Exception as error:
-            raise PlaceError(f"the network does not run on {place} ({describe(error)})") from error
+            raise PlaceError(f"the network does not run on {target_device} ({describe(error)})") from error
     layers = tuple(
         LayerTimes(layer.name, tuple(t[0][i] for t in times), tuple(t[1][i] for t in times))
         for i, layer in enumerate(graph.layers)
     )
     return Profile(
-        device=device_name(place),
+        device=device_name(target_device),
         measured=True,
         rows=sizes,
         layers=layers,
-        update_seconds=_time_update(place),
-        threads=torch.get_num_threads() if place.type == "cpu" else None,
+        update_seconds=_time_update(target_device),
+        threads=torch.get_num_threads() if target_device.type == "cpu" else None,
     )
 
 
 @contextmanager
 def accompanied(compute: Callable[[], Any], companions: int) -> Iterator[None]:
-    """Inside, so many forked processes compute the same, again and again."""
+    """Run so many forked processes that compute the same, again and again, inside this context."""
     others = [Child(partial(_forever, compute)) for _ in range(companions)]
     try:
         yield
@@ -212,14 +214,14 @@ def _repeated(count: int, device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def repeat_rows(tensor: Tensor, count: int) -> Tensor:
-    """So many rows, those of the tensor again and again."""
+    """Repeat the tensor's rows until there are `count`."""
     if not tensor.dim():
         return tensor
     return tensor[torch.arange(count, device=tensor.device) % len(tensor)]
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, when all that was begun on the device has ended."""
+    """Return the time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
@@ -232,11 +234,11 @@ class _Timing:
         self.graph, self.model, self.device = graph, model, device
 
     def run(self, batch: Any, budget: float) -> tuple[list[float], list[float]]:
-        """Median seconds of each layer's forward and backward pass, scaled to those of the whole network."""
+        """Return median seconds of each layer's forward and backward pass, scaled to those of the whole network."""
         until = time.perf_counter() + budget
         passes: list[tuple[list[float], list[float]]] = []
         wholes: list[tuple[float, float]] = []
-        self._one_pass(batch)  # kernels are chosen, memory is allocated
+        self._one_pass(batch)  # warm-up: kernels are chosen and memory is allocated
         while len(passes) < REPEATS and (not passes or time.perf_counter() < until):
             passes.append(self._one_pass(batch))
             wholes.append(self.whole(batch))
@@ -250,6 +252,7 @@ class _Timing:
         return clock(self.device)
 
     def whole(self, batch: Any) -> tuple[float, float]:
+        """Return the seconds of the whole network's forward and backward pass."""
         args, kwargs = batch
         self.model.zero_grad(set_to_none=True)
         began = self._clock()
@@ -277,7 +280,7 @@ class _Timing:
         return self.graph.calls.evaluate(node, values, self.model)
 
     def _detach(self, values: dict[fx.Node, Any], nodes: Sequence[fx.Node]) -> list[Tensor]:
-        """Cut autograd before a layer; the tensors whose gradients it gives."""
+        """Cut autograd before a layer, and return the tensors for which it computes gradients."""
         entering, inside = [], set(nodes)
         changed = {source for node in nodes for source in node.meta.get("changes", ())}
         for source in {source: None for node in nodes for source in node.all_input_nodes if source not in inside}:
@@ -301,17 +304,17 @@ class _Timing:
             and leaves(node, inside)
         ]
         trained = [p for p in (self.model.get_parameter(name) for name in layer.parameters) if p.requires_grad]
-        wanted = [*entering, *trained]
-        if not leaving or not wanted:
+        inputs = [*entering, *trained]
+        if not leaving or not inputs:
             return 0.0
         ones = [torch.ones_like(x) for x in leaving]
         began = self._clock()
-        torch.autograd.grad(leaving, wanted, ones, allow_unused=True)
+        torch.autograd.grad(leaving, inputs, ones, allow_unused=True)
         return self._clock() - began
 
 
 def _time_update(device: torch.device) -> float:
-    """Seconds of an optimizer's step (SGD with momentum) for each byte of a parameter."""
+    """Return the seconds of an optimizer's step (SGD with momentum) for each byte of a parameter."""
     parameter = nn.Parameter(torch.zeros(UPDATE_BYTES // 4, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.0, momentum=0.9)

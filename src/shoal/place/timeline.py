@@ -1,6 +1,6 @@
-"""One step of all workers, followed through the workers' compute, the way up, the server's compute and the way down.
+"""Simulate one step of all workers: their compute, the link up, the server's compute, and the link down.
 
-Each micro-batch passes through them in order, so that they overlap where there are several:
+Each micro-batch passes through them in order, so that they overlap if there are several:
 
     worker forward -> up: tensors at the cut -> server: its layers, forward and backward -> down: gradients at the cut
     -> worker backward -> gradients of the replicated layers, each as soon as it is made -> updates -> parameters
@@ -21,41 +21,41 @@ class LayerSync:
     up: float
     """Seconds; for a way among workers, those of the busier direction."""
     hops: float = 0.0
-    """Messages of it that wait for one another; a share where several layers travel together."""
+    """Its messages that wait for one another; a fraction if several layers are sent together."""
     handling: float = 0.0
-    """Seconds of a worker to begin it and to take it in."""
+    """Seconds of a worker to start it and to read the result."""
     compute: float = 0.0
-    """Seconds of a worker once they are there: to multiply factors."""
+    """Seconds of a worker after it has arrived: to multiply factors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The parts that a step is made of, in seconds. A worker's are those of the slowest."""
+    """The parts of a step, in seconds. A worker's are those of the slowest."""
 
     micro_batches: int
     forward: float
-    """Of one micro-batch on a worker."""
+    """One micro-batch on a worker."""
     backward: tuple[float, ...]
-    """The same, for each layer on the workers."""
+    """One micro-batch on a worker, for each layer there."""
     syncs: tuple[LayerSync | None, ...]
     """For each layer on the workers; None: it has nothing to train."""
     server: float | None = None
     """One micro-batch of all workers at the server; None: all layers are on the workers."""
     cut_up: float = 0.0
-    """One micro-batch's tensors at the cut."""
+    """The tensors of one micro-batch at the cut."""
     cut_down: float = 0.0
     statistics: tuple[float, ...] = ()
-    """What batch norm layers exchange, one after another; the delay of its messages included."""
+    """Exchanges of batch norm layers, one after another, with the delay of their messages."""
     worker_update: float = 0.0
     server_update: float = 0.0
-    """Of the server's own layers: meanwhile the workers go back through theirs."""
+    """The update of the server's own layers, during which workers run their backward pass."""
     late_update: float = 0.0
-    """At the server, of the workers' layers, once all gradients are there."""
+    """The server's update of the workers' layers, after all gradients have arrived."""
     parameters_down: float = 0.0
     half_trip: float = 0.0
-    """Seconds for a message without content, one way."""
+    """One-way seconds of an empty message."""
     shares_cores: bool = False
-    """Whether the workers need all cores that there are, so that the server computes only while they do not."""
+    """Whether the workers need all cores of the machine, so that the server computes only while they do not."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class _Clock:
         self.busy.down += seconds
 
     def exchange(self, seconds: float, delay: float) -> None:
-        """Among workers: both ways are busy; messages that wait for one another take a delay besides."""
+        """Exchange among workers: both directions are busy, and messages that wait for one another add a delay."""
         self.up = self.down = max(self.worker, self.up, self.down) + seconds + delay
         self.busy.up += seconds
         self.busy.down += seconds
@@ -107,7 +107,7 @@ class _Clock:
 
 
 def follow(step: StepTimes) -> Busy:
-    """When a step ends that begins with every resource free."""
+    """Return when a step ends that starts with every resource free, and how busy each was."""
     clock = _Clock(step.shares_cores)
     _cross(step, clock)
     _synchronise(step, clock)
@@ -121,24 +121,24 @@ def follow(step: StepTimes) -> Busy:
 
 
 def _cross(step: StepTimes, clock: _Clock) -> None:
-    """All forward passes, the server's layers, and all backward passes but the last."""
-    made = []
+    """Simulate all forward passes, the server's layers, and all backward passes but the last."""
+    forward_done = []
     for _ in range(step.micro_batches):
         clock.compute(step.forward)
-        made.append(clock.worker)
+        forward_done.append(clock.worker)
     for seconds in step.statistics:
         clock.exchange(seconds, 0.0)
         clock.wait_for_peers()
-        made[-1] = clock.worker
+        forward_done[-1] = clock.worker
     if step.server is None:
         return
-    back = []
-    for moment in made:
+    gradients_arrived = []
+    for moment in forward_done:
         clock.send_up(moment, step.cut_up)
         clock.serve(clock.up + step.half_trip, step.server)
         clock.send_down(clock.server, step.cut_down)
-        back.append(clock.down + step.half_trip)
-    for number, moment in enumerate(back, 1):
+        gradients_arrived.append(clock.down + step.half_trip)
+    for number, moment in enumerate(gradients_arrived, 1):
         clock.worker = max(clock.worker, moment)
         if number < step.micro_batches:
             clock.compute(sum(step.backward))
@@ -146,7 +146,7 @@ def _cross(step: StepTimes, clock: _Clock) -> None:
 
 
 def _synchronise(step: StepTimes, clock: _Clock) -> None:
-    """The last backward pass, and the gradients that leave while it runs; some ways begin at its end."""
+    """Simulate the last backward pass, and the gradients that are sent while it runs or at its end."""
     late = []
     for seconds, sync in zip(reversed(step.backward), reversed(step.syncs), strict=True):
         clock.compute(seconds)

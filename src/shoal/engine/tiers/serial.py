@@ -100,7 +100,7 @@ class SerialUnit(Unit):
     def failures(self) -> dict[int, Exception]:
         return {} if self._failed is None else {0: self._failed}
 
-    def _move(self, *metric: float) -> None:
+    def _advance_schedule(self, *metric: float) -> None:
         """Advance the schedule by one step."""
         assert self.schedule is not None
         try:
@@ -116,9 +116,9 @@ class SerialUnit(Unit):
             return
         if isinstance(self.schedule, ReduceLROnPlateau):
             if values[0] is not None:
-                self._move(values[0])
+                self._advance_schedule(values[0])
         else:
-            self._move()
+            self._advance_schedule()
 
     def write_back(self, slots: list[int] | None = None) -> None:
         member = self.member
@@ -190,7 +190,7 @@ class SerialUnit(Unit):
         if not _finite(value):
             return value, logs
         if self.closure:
-            self._close(batch, loss)
+            self._step_with_closure(batch, loss)
         else:
             loss = loss / group if group > 1 else loss
             (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
@@ -200,7 +200,7 @@ class SerialUnit(Unit):
         update_average(self.member, self.member.first_step + place // k + 1)
         if self.schedule is not None and self.job.schedule_every == "step":
             self._rate = self._current_rate()
-            self._move()
+            self._advance_schedule()
         return value, logs
 
     def _forward(self, batch: Any) -> tuple[float, Tensor, dict[str, Any]]:
@@ -222,7 +222,7 @@ class SerialUnit(Unit):
         self.scaler.update()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped step counts too; avoids the scheduler's warning
 
-    def _close(self, batch: Any, first: Tensor) -> None:
+    def _step_with_closure(self, batch: Any, first: Tensor) -> None:
         """Take a step of an optimizer that evaluates the loss itself; the first evaluation is the one already made."""
         ready: list[Tensor] = [first]
 

@@ -1,4 +1,4 @@
-"""`shoal.train(job, placement=...)`: a job trained by a server and workers."""
+"""`shoal.train(job, placement=...)`: train a job with a server and workers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from shoal.training import carry_out, collect
 from shoal.utils.torch_flags import torch_flags, training_mode
 
 Server = Callable[[Built, Placement], Any]
-"""Gives the workers of a built job: a context manager of `Workers`."""
+"""Returns the workers of a built job, as a context manager of `Workers`."""
 
 
 def roles_of(placement: Placement) -> Roles:
-    """What server and workers do, from a placement."""
+    """Return the roles of server and workers in a placement."""
     if not isinstance(placement, Placement):
         raise PlaceError(f"placement is a {type(placement).__name__}; pass what shoal.place returned")
     everything = placement.mode in (PARAMETER_SERVER, DATA_PARALLEL)
@@ -64,20 +64,20 @@ def roles_of(placement: Placement) -> Roles:
 
 
 def build(job: Job, placement: Placement, device: torch.device) -> Built:
-    """The job's network and data, with its layers; JobError or PlaceError for what is wrong with them."""
+    """Build the job's network and data, with its layers. Raises a JobError or PlaceError for mistakes in them."""
     (member,) = prepare([job], device)
     built = Built(member, roles_of(placement))
-    layers = ([f"{layer.kind} {layer.name}" for layer in made.layers] for made in (placement, built.graph))
-    for planned, there in zip_longest(*layers, fillvalue="no layer"):
-        if planned != there:
+    layers = ([f"{layer.kind} {layer.name}" for layer in source.layers] for source in (placement, built.graph))
+    for planned, actual in zip_longest(*layers, fillvalue="no layer"):
+        if planned != actual:
             raise PlaceError(
-                f"the placement has {planned} where the job's network has {there}; use a placement of this network"
+                f"the placement has {planned} where the job's network has {actual}; use a placement of this network"
             )
     return built
 
 
 def one_job(jobs: Any) -> Job:
-    """The job to place."""
+    """Return the job to place; a PlaceError unless there is exactly one."""
     given = [jobs] if isinstance(jobs, Job) else list(jobs)
     if len(given) != 1 or not isinstance(given[0], Job):
         raise PlaceError(f"a placement is of one job; {len(given)} were given: train the others apart")
@@ -86,7 +86,7 @@ def one_job(jobs: Any) -> Job:
 
 
 def train_job(jobs: Job | Sequence[Job], placement: Placement, settings: Settings, **how: Any) -> Results:
-    """Train one job as a placement says: over several processes, or on this machine where that is faster."""
+    """Train one job as a placement says: in several processes, or on this machine if that is faster."""
     job = one_job(jobs)
     if roles_of(placement).staleness is None and placement.mode == ONE_MACHINE:
         return carry_out([job], settings, **how)
@@ -104,7 +104,7 @@ def train_placed(
     events: EventListener | None = None,
     **how: Any,
 ) -> Results:
-    """Train one job by a server, which is this process, and forked workers. `how`: settings of `local_workers`."""
+    """Train one job with a server, which is this process, and forked workers. `how` are settings of `local_workers`."""
 
     @contextmanager
     def server(built: Built, placement: Placement) -> Iterator[Workers]:
@@ -128,12 +128,12 @@ def serve_job(
     callbacks: Sequence[Callback] | None = None,
     events: EventListener | None = None,
 ) -> Results:
-    """Train one job as the server of the workers that `server` gives."""
+    """Train one job as the server of the workers that `server` returns."""
     assert placement.mode != ONE_MACHINE, "one machine needs no server"
-    calls, home = Callbacks(callbacks), torch.device("cpu")
-    flags = torch_flags(home, settings.threads or 1, settings.deterministic)
+    calls, cpu = Callbacks(callbacks), torch.device("cpu")
+    flags = torch_flags(cpu, settings.threads or 1, settings.deterministic)
     with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
-        built = build(job, placement, home)
+        built = build(job, placement, cpu)
         member = built.member
         if folder is not None and folder.claim([member], {"placement": built.roles.to_dict()}):
             folder.restore(member)
@@ -157,14 +157,14 @@ def _train(
     check_job(built)
     notes, lost = list[str](), list[Lost]()
     while True:
-        another = None if settings.deterministic else partial(replan, built, placement)
+        replan_links = None if settings.deterministic else partial(replan, built, placement)
         with server(built, placement) as workers:
             workers.tell = lambda line: tell(happened("note", text=line))
             run = PlacedRun(
                 built, workers, placement, folder=folder, save_every=settings.checkpoint_every,
-                callbacks=calls or None, tell=tell, replan=another,
+                callbacks=calls or None, tell=tell, replan=replan_links,
             )  # fmt: skip
-            workers.lost += lost  # of the placement before
+            workers.lost += lost  # those of the previous placement
             run.go()
             lost = workers.lost
             workers.ending = REPLACED if run.next is not None else ""
@@ -176,24 +176,24 @@ def _train(
 
 
 def replan(built: Built, placement: Placement, times: float) -> Placement | None:
-    """Place again for links that are so many times as fast; None where that gives the same roles."""
+    """Place again for links that are `times` times as fast; None if the roles stay the same."""
     member, rows = built.member, placement.rows
     sample = built.sample(member.data.take(0, min(max(2, max(rows)), len(member.data))))
     mean = sum(rows) / len(rows)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "workers": len(rows) if len(set(rows)) == 1 else [count / mean for count in rows],
         "link": placement.link.faster(times), "server_link": placement.server_link.faster(times),
         "batch_size": max(1, round(mean)), "batch_norm": placement.batch_norm,
         "cores": placement.profile.get("cores"),
     }  # fmt: skip
-    if "worker" in placement.profile:  # times from before
-        given["profile"] = placement
+    if "worker" in placement.profile:  # reuse earlier measurements
+        arguments["profile"] = placement
     if placement.staleness is not None:
-        given["sync"] = "server"
-    planned = place(built.graph, sample, **given)
-    if planned.mode == ONE_MACHINE:  # the processes are there: the best of what uses them
+        arguments["sync"] = "server"
+    planned = place(built.graph, sample, **arguments)
+    if planned.mode == ONE_MACHINE:  # the processes exist already, so use the best alternative with them
         others = [other for other in planned.alternatives if other.mode != ONE_MACHINE and not other.problem]
-        planned = place(built.graph, sample, mode=min(others, key=lambda other: other.seconds).mode, **given)
+        planned = place(built.graph, sample, mode=min(others, key=lambda other: other.seconds).mode, **arguments)
     planned = replace(planned, staleness=placement.staleness)
     return None if roles_of(planned).to_dict() == built.roles.to_dict() else planned
 
@@ -209,7 +209,8 @@ def run_process(
     patience: float = 60.0,
     tell: Callable[[str], None] | None = None,
 ) -> Results | None:
-    """Be the process that torchrun says: rank 0 the server, the others workers. The results, at the server.
+    """Run the process that torchrun has started: rank 0 is the server, the others are workers. Returns the results at
+    the server.
 
     The placement is that of rank 0; the others, which need none, read it from there.
     """
@@ -243,7 +244,8 @@ def run_process(
 
 @contextmanager
 def _offering(placement: Placement, started: Torchrun, patience: float) -> Iterator[None]:
-    """Inside, the other processes can read the placement; it ends once all have, or after `patience` seconds."""
+    """Let the other processes read the placement inside this context; it ends when all have, or after `patience`
+    seconds."""
     answered = threading.Semaphore(0)
 
     def answer(link: Link, request: dict[str, Any]) -> bool:
@@ -255,7 +257,7 @@ def _offering(placement: Placement, started: Torchrun, patience: float) -> Itera
     try:
         yield
         until = time.monotonic() + patience
-        for _ in range(started.world - 1):  # a short training ends before slow processes have begun
+        for _ in range(started.world - 1):  # a short training may end before slow processes have started
             answered.acquire(timeout=max(until - time.monotonic(), 0.0))
     finally:
         listener.close()
@@ -277,7 +279,8 @@ def _results(member: Member, run: PlacedRun | None) -> Results:
 
 @contextmanager
 def serving(built: Built, **settings: Any) -> Iterator[Workers]:
-    """The workers that join this server, until the block ends; they are told how. `settings` are those of `Workers`."""
+    """Admit workers to this server until the block ends; they are sent how it ended. `settings` are those of
+    `Workers`."""
     workers = Workers(describe_placed(built), **settings)
     why = "the server ended"
     try:
@@ -301,10 +304,12 @@ def local_workers(
     enter: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[Workers, list[LocalWorker]]]:
-    """A server's workers: so many forked here, and so many others that join from elsewhere.
+    """Yield a server's workers: some forked here, and some that join from elsewhere.
 
-    They are forked, so a job may hold lambdas and its data is not copied. `settings` are those of `Workers`. `enter`:
-    called in each forked worker first, with its number.
+    They are forked, so a job may contain lambdas and its data is not copied. `settings` are those of `Workers`.
+
+    Args:
+        enter: Called first in each forked worker, with its number.
     """
     busy = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if busy and str(device).startswith("cuda"):
@@ -319,12 +324,12 @@ def local_workers(
 def fork_workers(
     built: Built, count: int, device: torch.device | str = "cpu", enter: Callable[[int], None] | None = None
 ) -> list[LocalWorker]:
-    """Worker processes of this machine that wait for the address of their server (`LocalWorker.go`)."""
+    """Fork worker processes that wait for the address of their server (`LocalWorker.go`)."""
 
     def serve(number: int, where: Address) -> None:
         if enter is not None:
             enter(number)
-        with suppress(Replaced):  # others will be forked
+        with suppress(Replaced):  # new workers will be forked
             serve_worker(built, where, device=device, patience=20.0)
 
     return [LocalWorker(partial(work, partial(serve, number), ServerEnded)) for number in range(count)]

@@ -1,8 +1,8 @@
-"""Asynchronous training: workers do not wait for each other, and nothing is exact.
+"""Asynchronous training: workers do not wait for each other, so results depend on timing.
 
-Every worker computes whole batches of the job. As soon as its gradients are there, the server takes a step with them
-and gives it the next batch, with the parameters of that moment. No worker is more than `staleness` batches ahead of the
-slowest one. Replicated layers are synchronised through the server, and batch norm uses each worker's own rows.
+Every worker computes whole batches of the job. As soon as its gradients arrive, the server takes a step with them and
+gives it the next batch, with the current parameters. No worker is more than `staleness` batches ahead of the slowest
+one. Replicated layers are synchronised through the server, and batch norm uses each worker's own rows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shoal.place.training.unit import PlacedUnit
 from shoal.split.net.links import LinkLost
 
 IDLE = 0.0005
-"""Seconds between two looks at the links."""
+"""Seconds between two checks of the links."""
 
 
 def check_job(built: Built) -> None:
-    """PlaceError for what a placed training cannot do, before any process is started."""
+    """Raise a PlaceError for what a placed training cannot do, before any process is started."""
     job = built.job
     if job.precision == "fp16" and built.held_by_workers:
         raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
@@ -64,7 +64,7 @@ def _check_asynchronous(built: Built) -> None:
 
 @dataclass(slots=True)
 class _Flight:
-    """A batch that a worker computes."""
+    """A batch that a worker is computing."""
 
     batch: Batch
     worker: Connected
@@ -74,7 +74,7 @@ class _Flight:
     loss: float = float("nan")
     logs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the server's layers, and those that the worker has pushed."""
+    """Gradients of the server's layers, and those that the worker has pushed."""
 
 
 class AsynchronousUnit(PlacedUnit):
@@ -86,25 +86,25 @@ class AsynchronousUnit(PlacedUnit):
         """Batches of each worker so far."""
 
     def run(self, batches: int) -> None:
-        """So many batches, in whatever order they come back; all of them have when it returns."""
+        """Run so many batches, in the order in which they are finished; it returns when all are."""
         member, server = self.member, self.server
         feed, flights = self._batches(batches), dict[int, _Flight]()
-        again: list[Batch] = []
+        to_repeat: list[Batch] = []
         left = batches
         with draws(member):
             while left:
                 server.take_in()
-                self._send_batches(feed, again, flights)
-                done = self._wait(flights, again)
-                if done is None:
+                self._send_batches(feed, to_repeat, flights)
+                finished = self._wait(flights, to_repeat)
+                if finished is None:
                     continue
                 left -= 1
                 member.batches += 1
                 member.place += 1
-                member.losses.append(done.loss)
-                if done.logs or member.logs:
-                    member.log(1, {name: [value] for name, value in done.logs.items()})
-                if done.loss - done.loss != 0.0:
+                member.losses.append(finished.loss)
+                if finished.logs or member.logs:
+                    member.log(1, {name: [value] for name, value in finished.logs.items()})
+                if finished.loss - finished.loss != 0.0:
                     member.losses += [float("nan")] * (left)
                     member.place += left
                     break
@@ -114,10 +114,10 @@ class AsynchronousUnit(PlacedUnit):
         member, size = self.member, self.job.batch_size
         assert member.order is not None
         feed, order, first = self._stream.at(member), member.order, member.place
-        for place in range(first, first + count):
-            yield Batch(next(feed), order[place * size : (place + 1) * size].cpu(), member.epoch, 1.0)
+        for position in range(first, first + count):
+            yield Batch(next(feed), order[position * size : (position + 1) * size].cpu(), member.epoch, 1.0)
 
-    def _send_batches(self, feed: Iterator[Batch], again: list[Batch], flights: dict[int, _Flight]) -> None:
+    def _send_batches(self, feed: Iterator[Batch], to_repeat: list[Batch], flights: dict[int, _Flight]) -> None:
         """Give a batch to every worker that has none and is not too far ahead."""
         server = self.server
         live, busy = server.workers.live, {flight.worker.name for flight in flights.values()}
@@ -127,7 +127,7 @@ class AsynchronousUnit(PlacedUnit):
             ahead = self._counts[worker.name] - slowest
             if worker.name in busy or (limit is not None and ahead > limit):
                 continue
-            batch = again.pop() if again else next(feed, None)
+            batch = to_repeat.pop() if to_repeat else next(feed, None)
             if batch is None:
                 return
             server.begin_alone(worker, batch)
@@ -138,15 +138,15 @@ class AsynchronousUnit(PlacedUnit):
     def _slowest(self) -> int:
         return min(self._counts.values(), default=0)
 
-    def _wait(self, flights: dict[int, _Flight], again: list[Batch]) -> _Flight | None:
-        """The next batch that is done, applied; None where a worker was lost."""
+    def _wait(self, flights: dict[int, _Flight], to_repeat: list[Batch]) -> _Flight | None:
+        """Return the next finished batch, applied; None if a worker was lost."""
         while True:
             for flight in list(flights.values()):
                 try:
                     finished = self._look(flight)
                 except WorkerLost as error:
                     for lost in [other for other in flights.values() if other.worker is error.worker]:
-                        again.append(flights.pop(lost.attempt).batch)
+                        to_repeat.append(flights.pop(lost.attempt).batch)
                     self.server.lose(error, time.monotonic() - flight.began)
                     return None
                 if finished:
@@ -158,7 +158,7 @@ class AsynchronousUnit(PlacedUnit):
             time.sleep(IDLE)
 
     def _look(self, flight: _Flight) -> bool:
-        """Work off what has come from one worker; whether its batch is done."""
+        """Process what has arrived from one worker, and return whether its batch is done."""
         channel = flight.worker.channel
         try:
             arrived = channel.receive(0.0)
@@ -181,21 +181,21 @@ class AsynchronousUnit(PlacedUnit):
         return False
 
     def _cross(self, flight: _Flight, arrived: Arrived) -> bool:
-        """The server's layers for one worker's batch. A loss that is not finite ends the training here."""
+        """Compute the server's layers for one worker's batch. A loss that is not finite ends the training here."""
         back, rows = self.server.back, torch.arange(len(flight.batch.rows))
         tensors = back.join([[arrived.tensors[str(i)] for i in range(len(back.batched))]])
         self._clear()
-        made = back.compute(tensors, flight.batch.content, JoinedDraws(len(rows)), rows, 1.0, None)
-        flight.loss, flight.logs = made.loss, made.logs
-        if made.loss - made.loss != 0.0:
+        computed = back.compute(tensors, flight.batch.content, JoinedDraws(len(rows)), rows, 1.0, None)
+        flight.loss, flight.logs = computed.loss, computed.logs
+        if computed.loss - computed.loss != 0.0:
             return True
         flight.gradients |= {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        gradients: dict[str, Any] = {str(i): g for i, g in enumerate(made.gradients) if g is not None}
+        gradients: dict[str, Any] = {str(i): g for i, g in enumerate(computed.gradients) if g is not None}
         flight.worker.channel.send("gradients", flight.attempt, gradients, chunk=0)
         return False
 
     def _take(self, flight: _Flight, end: Arrived) -> None:
-        """A step with one worker's gradients, on the parameters of this moment."""
+        """Take a step with one worker's gradients, on the current parameters."""
         if "loss" in end.numbers:
             flight.loss, flight.logs = float(end.numbers["loss"]), dict(end.numbers["logs"])
             if flight.loss - flight.loss != 0.0:
@@ -208,4 +208,4 @@ class AsynchronousUnit(PlacedUnit):
         self.server.committed_alone(flight.worker, flight.attempt)
         if self.schedule is not None and self.job.schedule_every == "step":
             self._rate = self._current_rate()
-            self._move()
+            self._advance_schedule()

@@ -17,7 +17,7 @@ from shoal.place.training.roles import Built, Given, random_state
 
 @dataclass(slots=True)
 class Computed:
-    """What the server makes of some rows: their loss, and the gradients at the cut."""
+    """What the server computes for some rows: their loss, and the gradients at the cut."""
 
     loss: float
     gradients: list[Tensor | None]
@@ -35,13 +35,13 @@ class Back:
         self.batched = [value.batched for value in values]
         self.has_gradient = [value.has_gradient for value in values]
         self.splits: bool | None = None
-        """Whether a batch may be computed in parts: no layer looks at other rows, the loss is a mean over rows."""
+        """Whether a batch may be computed in parts: no layer uses other rows, and the loss is a mean over rows."""
 
     def join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The tensors at the cut of several workers as those of one batch, ready to be differentiated."""
+        """Join the tensors at the cut of several workers to one batch, ready to be differentiated."""
         joined = []
-        for place, (batched, has_gradient) in enumerate(zip(self.batched, self.has_gradient, strict=True)):
-            tensor = torch.cat([part[place] for part in parts]) if batched else parts[0][place].clone()
+        for i, (batched, has_gradient) in enumerate(zip(self.batched, self.has_gradient, strict=True)):
+            tensor = torch.cat([part[i] for part in parts]) if batched else parts[0][i].clone()
             tensor = tensor.to(self.device)
             joined.append(tensor.requires_grad_(has_gradient and tensor.is_floating_point()))
         return joined
@@ -49,7 +49,8 @@ class Back:
     def compute(
         self, tensors: list[Tensor], batch: Any, draws: JoinedDraws, rows: Tensor, factor: float, scaler: Any
     ) -> Computed:
-        """Loss and gradients; those of the server's parameters are added to them. `factor`: times the loss."""
+        """Compute loss and gradients; those of the server's parameters are accumulated. `factor` multiplies the
+        loss."""
         assert self.part is not None
         part: nn.Module = self.part
         with autocast(self.job, self.device), draws.rows(rows):
@@ -62,37 +63,37 @@ class Back:
         return Computed(value, [tensor.grad for tensor in tensors], {name: number(x) for name, x in logs.items()})
 
     def can_split(self, tensors: list[Tensor] | None, batch: Any, total: int) -> bool:
-        """Whether this batch's loss is that of its halves, weighted by rows. Measured once."""
+        """Return whether this batch's loss is that of its halves, weighted by rows. Measured once."""
         if self.splits is None:
-            looks_around = self.part is not None and bool(batch_norms(self.part))
-            self.splits = total > 1 and not looks_around and self._loss_is_a_mean(tensors, batch, total)
+            uses_other_rows = self.part is not None and bool(batch_norms(self.part))
+            self.splits = total > 1 and not uses_other_rows and self._loss_is_a_mean(tensors, batch, total)
         return self.splits
 
     def _loss_is_a_mean(self, tensors: list[Tensor] | None, batch: Any, total: int) -> bool:
         half = total // 2
         with random_state(None), evaluating(self.built.member.model), autocast(self.job, self.device):
             try:
-                whole = self._loss(tensors, batch, slice(0, total))
+                full_loss = self._loss(tensors, batch, slice(0, total))
                 first, second = (
                     self._loss(tensors, batch, slice(0, half)),
                     self._loss(tensors, batch, slice(half, total)),
                 )
-            except Exception:  # a step that only takes whole batches
+            except Exception:  # the step accepts only whole batches
                 return False
         mean = (number(first) * half + number(second) * (total - half)) / total
-        close = 1e-2 if self.job.precision is not None else 1e-9 if whole.dtype == torch.float64 else 1e-5
-        return abs(mean - number(whole)) <= close * max(abs(number(whole)), 1e-6)
+        close = 1e-2 if self.job.precision is not None else 1e-9 if full_loss.dtype == torch.float64 else 1e-5
+        return abs(mean - number(full_loss)) <= close * max(abs(number(full_loss)), 1e-6)
 
     def _loss(self, tensors: list[Tensor] | None, batch: Any, rows: slice) -> Tensor:
-        some = take_rows(batch, rows)
+        part_batch = take_rows(batch, rows)
         if tensors is None or self.part is None:
-            return run_step(self.job, self.built.member.model, some)[0]
+            return run_step(self.job, self.built.member.model, part_batch)[0]
         part = self.part
         taken = [t.detach()[rows] if batched else t.detach() for t, batched in zip(tensors, self.batched, strict=True)]
-        return run_step(self.job, Given(self.built.member.model, lambda: part(*taken)), some)[0]
+        return run_step(self.job, Given(self.built.member.model, lambda: part(*taken)), part_batch)[0]
 
 
 def take_rows(batch: Any, rows: slice | Tensor) -> Any:
-    """Some rows of a batch."""
+    """Return some rows of a batch."""
     total = next((len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
     return pytree.tree_map_only(Tensor, lambda x: x[rows] if x.dim() and len(x) == total else x, batch)

@@ -1,4 +1,4 @@
-"""A link whose messages are sent and received by threads of their own, so that traffic and compute overlap."""
+"""A link whose messages are sent and received by separate threads, so that traffic and compute overlap."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shoal.split.net.links import Link, LinkLost
 from shoal.split.net.messages import END, PROBE, TENSORS, Message, probe_message, read_tensors, tensor_message
 
 DAY = 86400.0
-"""For a message to arrive or to go out: whoever waits for it has a limit, and cuts the link."""
+"""The limit for a message to arrive or to be sent. Those who wait for it have shorter limits, and cut the link."""
 
 URGENT = ("setup", "group", "end")
-"""Messages after which nothing of what was asked for before counts."""
+"""Messages that cancel everything that was asked for before."""
 
 
 @dataclass(slots=True)
 class Arrived:
-    """A message that has come: what it is about, and its tensors."""
+    """A received message: what it is about, and its tensors."""
 
     what: str
     attempt: int
-    """The step's attempt that it belongs to: those of earlier ones are out of date."""
+    """The step's attempt that it belongs to; messages of earlier attempts are out of date."""
     numbers: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -36,11 +36,11 @@ class Arrived:
 class Channel:
     """One side of a link between server and worker.
 
-    Pings are answered by the receiving thread, so that a process that computes is not taken for one that is gone.
+    Pings are answered by the receiving thread, so that a process that computes is not considered dead.
     """
 
     def __init__(self, link: Link, *, echo: bool = False) -> None:
-        """`echo`: send probes back, as a worker does."""
+        """Start the threads. `echo`: send probes back, as a worker does."""
         self.link, self._echo = link, echo
         self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._in: queue.SimpleQueue[Arrived | ShoalError] = queue.SimpleQueue()
@@ -61,15 +61,15 @@ class Channel:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, what: str, attempt: int = 0, tensors: Mapping[str, Tensor] | None = None, /, **numbers: Any) -> None:
-        """Have a message sent; returns at once. The tensors are copied."""
+        """Queue a message to be sent, and return at once. The tensors are copied."""
         self._out.put(tensor_message({"what": what, **numbers}, tensors or {}, round=attempt))
 
     def send_message(self, message: Message) -> None:
-        """Have a message of another kind sent."""
+        """Queue a message of another kind."""
         self._out.put(message)
 
     def probe(self, num_bytes: int) -> bool:
-        """Have so many bytes sent that the other side sends back; False where earlier ones have not come back."""
+        """Queue so many bytes that the other side sends back; returns False if earlier ones have not come back."""
         while self._unanswered and self.answered_probe(0.0) is not None:
             pass
         if self._unanswered:
@@ -88,7 +88,7 @@ class Channel:
             self._fail(error)
 
     def flush(self, seconds: float) -> None:
-        """Wait until everything has gone out; LinkLost where it does not."""
+        """Wait until everything has been sent. Raises LinkLost if it takes longer."""
         self._out.put(None)
         self._threads[0].join(seconds)
         if self._threads[0].is_alive():
@@ -97,7 +97,7 @@ class Channel:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def receive(self, seconds: float) -> Arrived:
-        """The next message; LinkLost where none comes in so many seconds."""
+        """Return the next message. Raises LinkLost if none arrives in so many seconds."""
         if self._back:
             return self._back.pop()
         try:
@@ -105,18 +105,18 @@ class Channel:
         except queue.Empty:
             raise LinkLost("it did not answer in time") from None
         if isinstance(arrived, ShoalError):
-            self._in.put(arrived)  # for whoever asks again
+            self._in.put(arrived)  # for the next call
             raise arrived
         self._urgent_out += arrived.what in URGENT
         return arrived
 
     def put_back(self, arrived: Arrived) -> None:
-        """Have `receive` return this message again."""
+        """Make `receive` return this message again."""
         self._back.append(arrived)
 
     @property
     def interrupted(self) -> bool:
-        """Whether a message waits that makes what is under way pointless, or the link has ended."""
+        """Whether a message waits that makes the current work pointless, or the link has ended."""
         return self.lost is not None or self._urgent_in > self._urgent_out
 
     def _receive_all(self) -> None:
@@ -146,14 +146,14 @@ class Channel:
             self._probes.put(time.monotonic())
 
     def quiet_for(self) -> float:
-        """Seconds since this was asked before and bytes have moved, in either direction."""
-        now, moved = time.monotonic(), self.link.traffic.both - self._asked  # a question is no sign of life
+        """Return the seconds since bytes have moved in either direction, as seen by calls of this method."""
+        now, moved = time.monotonic(), self.link.traffic.both - self._asked  # own probes do not count
         if moved != self._seen[1]:
             self._seen = (now, moved)
         return now - self._seen[0]
 
     def answered_probe(self, seconds: float) -> float | None:
-        """When the probe came back; None where it does not in so many seconds."""
+        """Return when the probe came back; None if it does not in so many seconds."""
         try:
             arrived = self._probes.get(timeout=max(seconds, 0.001))
         except queue.Empty:

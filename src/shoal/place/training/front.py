@@ -1,4 +1,4 @@
-"""The layers that a worker computes, and how their gradients leave it."""
+"""The layers that a worker computes, and how their gradients are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Push = Callable[[dict[str, Tensor]], None]
 
 
 class Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are sent together."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -25,7 +25,7 @@ class Bucket:
 
 
 def make_buckets(parameters: dict[str, nn.Parameter], names: Sequence[str]) -> list[Bucket]:
-    """Buckets of these parameters, in the order in which the backward pass makes their gradients."""
+    """Make buckets of these parameters, in the order in which the backward pass computes their gradients."""
     buckets: list[list[str]] = [[]]
     size, dtype = 0, None
     for name in reversed(names):
@@ -39,7 +39,7 @@ def make_buckets(parameters: dict[str, nn.Parameter], names: Sequence[str]) -> l
 
 
 class GradientSender:
-    """Sends gradients on their way as soon as the last backward pass of a batch has made them."""
+    """Sends gradients as soon as the last backward pass of a batch has computed them."""
 
     def __init__(self, network: nn.Module, to_server: Sequence[str], summed: Sequence[str], push: Push) -> None:
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
@@ -54,7 +54,7 @@ class GradientSender:
             self.parameters[name].register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
     def begin(self, group: WorkerGroup | None) -> None:
-        """The next backward pass is the last of this batch."""
+        """Prepare for the last backward pass of this batch."""
         self._group = group
         self._pushed, self._sums = (make_buckets(self.parameters, names) for names in (self._to_server, self._summed))
         self._waits, self._armed = [], True
@@ -69,7 +69,7 @@ class GradientSender:
         return made
 
     def _send(self, *, only_whole: bool) -> None:
-        """Send buckets whose gradients are all there. Sums begin in the same order on every worker."""
+        """Send buckets whose gradients are complete. Sums start in the same order on every worker."""
         for bucket in [b for b in self._pushed if not (only_whole and b.missing)]:
             self._pushed.remove(bucket)
             self._push({name: self._gradient(name) for name in bucket.names})
@@ -80,12 +80,12 @@ class GradientSender:
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self.parameters[name]
-        if parameter.grad is None:  # the rows here did not use it
+        if parameter.grad is None:  # these rows did not use it
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
     def finish(self) -> dict[str, Tensor]:
-        """Send what is left and wait for the sums; the summed gradients, by name."""
+        """Send what is left, wait for the sums, and return the summed gradients by name."""
         self._armed = False
         self._send(only_whole=False)
         for wait in self._waits:
@@ -93,7 +93,7 @@ class GradientSender:
         return {name: self._gradient(name) for name in self._summed}
 
     def stop(self) -> None:
-        """Forget the batch."""
+        """Drop the batch."""
         self._armed = False
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -105,10 +105,10 @@ def _note_gradient(pair: list[Tensor], gradient: Tensor) -> None:
 
 class Factors:
     """Sufficient factors of linear layers: their inputs and the gradients of their outputs, whose product is the
-    gradient of the weight. Where a share has few rows they are smaller than the gradient."""
+    gradient of the weight. If a share has few rows, they are smaller than the gradient."""
 
     def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
-        """`names`: parameters that are synchronised this way."""
+        """`names` are the parameters that are synchronised this way."""
         modules = dict(network.named_modules())
         self.layers: dict[str, nn.Linear] = {}
         for name in names:
@@ -116,7 +116,8 @@ class Factors:
             assert isinstance(module, nn.Linear), f"{name} is not of a linear layer"
             self.layers[name.rpartition(".")[0]] = module
         self._pairs: dict[str, list[list[Tensor]]] = {name: [] for name in self.layers}
-        """For each call of a layer its input, and once the backward pass has made it the gradient of its output."""
+        """For each call of a layer: its input, and the gradient of its output once the backward pass has computed
+        it."""
         for name, module in self.layers.items():
             module.register_forward_hook(self._hook(name))
 
@@ -134,17 +135,18 @@ class Factors:
             pairs.clear()
 
     def gather(self, group: WorkerGroup | None, rows: int, most_rows: int) -> dict[str, Tensor]:
-        """The gradients over all workers. `rows`: of this worker's share, `most_rows`: of the largest one."""
+        """Return the gradients over all workers. `rows` are those of this worker's share, `most_rows` of the largest
+        one."""
         summed: dict[str, Tensor] = {}
         for name, module in self.layers.items():
             pairs = [pair for pair in self._pairs[name] if len(pair) == 2]
             x, g = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
             if group is not None and group.size > 1:
-                both = torch.zeros(
+                factors = torch.zeros(
                     most_rows * (len(x) // rows), x.shape[1] + g.shape[1], dtype=x.dtype, device=x.device
                 )
-                both[: len(x)] = torch.cat([x, g.to(x.dtype)], 1)
-                every = group.gather(both).flatten(0, 1)
+                factors[: len(x)] = torch.cat([x, g.to(x.dtype)], 1)
+                every = group.gather(factors).flatten(0, 1)
                 x, g = every[:, : x.shape[1]], every[:, x.shape[1] :]
             summed[f"{name}.weight"] = (g.mT @ x).to(module.weight.dtype)
             if module.bias is not None:
@@ -159,7 +161,7 @@ class Shards:
     def __init__(self, parameters: dict[str, nn.Parameter], names: Sequence[str], group: WorkerGroup) -> None:
         self.group, self.parameters = group, parameters
         self.dtype = functools.reduce(torch.promote_types, (parameters[name].dtype for name in names))
-        """In which all of them travel: every worker has to send the same kind of number, one that owns nothing too."""
+        """The dtype in which all of them are sent; every worker must use the same, even one that owns nothing."""
         self.by_owner: list[list[str]] = [[] for _ in range(group.size)]
         sizes = [0] * group.size
         for name in sorted(names, key=lambda name: (-parameters[name].numel(), name)):
@@ -169,10 +171,12 @@ class Shards:
 
     @property
     def own(self) -> list[str]:
+        """The names of the parameters that this worker updates."""
         return self.by_owner[self.group.rank]
 
     def reduce(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send gradients to their owners; the sums of this worker's own parameters, added in the order of workers."""
+        """Send gradients to their owners, and return the sums of this worker's own parameters, added in the order of
+        workers."""
         outgoing = [self._flat([gradients[name] for name in names]) for names in self.by_owner]
         incoming = self.group.exchange(outgoing, [len(outgoing[self.group.rank])] * self.group.size)
         total = incoming[0].clone()
@@ -182,7 +186,7 @@ class Shards:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Send this worker's own parameters to the others, and take theirs."""
+        """Send this worker's own parameters to the others, and receive theirs."""
         flat_own = self._flat([self.parameters[name].detach() for name in self.own])
         sizes = [sum(self.parameters[name].numel() for name in names) for names in self.by_owner]
         for names, flat in zip(self.by_owner, self.group.exchange([flat_own] * self.group.size, sizes), strict=True):

@@ -1,7 +1,7 @@
-"""What workers do among themselves, by torch.distributed: NCCL where each has a GPU of its own, otherwise gloo.
+"""Transfers among workers with torch.distributed: NCCL where each has a GPU of its own, otherwise gloo.
 
-A group is made for the workers of the moment. When one of them is lost, waits end (by an error, or because the server
-asks for something else), the group is left behind, and those that remain make another one.
+A group is made for the current workers. When one of them is lost, waits end (by an error, or because the server asks
+for something else), the group is abandoned, and the remaining workers make another one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 from shoal.errors import ShoalError
 
 SPIN = 200
-"""Looks at a transfer before the wait sleeps between two of them."""
+"""How often a transfer is checked before the wait sleeps between two checks."""
 _left_behind: list[Any] = []
-"""Groups that a lost worker has broken: to free one would wait for transfers that never end."""
+"""Groups that a lost worker has broken; freeing one would wait for transfers that never end."""
 
 
 class GroupLost(ShoalError):
-    """A transfer among workers did not come to its end."""
+    """Raised if a transfer among workers was not completed."""
 
 
 class Interrupted(GroupLost):
-    """The server asks for something else."""
+    """Raised if the server asks for something else."""
 
 
 def gpu_of(device: torch.device) -> str:
-    """Which GPU a device is, by a name that all processes have for it; empty: it is none."""
+    """Return the name of a GPU, the same in all processes; empty if the device is not a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def backend_for(gpus: Sequence[str]) -> str:
-    """What a group uses, from the GPU of each worker (`gpu_of`): NCCL refuses two workers on one GPU.
+    """Return the backend for workers on these GPUs (`gpu_of`). NCCL refuses two workers on one GPU.
 
     >>> backend_for(["GPU-a", "GPU-b"]), backend_for(["GPU-a", "GPU-a"])
     ('nccl', 'gloo')
@@ -47,27 +47,33 @@ def backend_for(gpus: Sequence[str]) -> str:
 
 
 class WorkerGroup:
-    """The workers that can reach each other now; this one's `rank` among `size`."""
+    """The workers that can currently reach each other; this one has `rank` among `size`."""
 
     def __init__(
         self, rank: int, size: int, store: tuple[str, int], name: str, host: str, device: torch.device, backend: str,
         seconds: float, interrupted: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """`store`: where the server keeps the addresses. `name`: the same for all members of a group and no other.
-        `host`: the address at which the others reach this worker. `backend`: as `backend_for` says. `seconds`: the
-        most that a transfer may take. `interrupted`: whether to stop waiting, since the server asks for something
-        else."""
+        """Join the group.
+
+        Args:
+            store: Where the server stores the addresses.
+            name: The same for all members of a group, and for no other group.
+            host: The address at which the others reach this worker.
+            backend: What `backend_for` returned.
+            seconds: The most that a transfer may take.
+            interrupted: Returns whether to stop waiting, since the server asks for something else.
+        """
         self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
         self.interrupted = interrupted
         self.bytes = 0
-        """Sent by this worker, as the algorithms need it; no headers."""
+        """Bytes sent by this worker, as the algorithms need them, without headers."""
         self._backend: Any = None
         if size == 1:
             return
-        self._backend = self._aside(lambda: _make_backend(rank, size, store, name, host, backend, seconds))
+        self._backend = self._in_thread(lambda: _make_backend(rank, size, store, name, host, backend, seconds))
 
-    def _aside(self, make: Callable[[], Any]) -> Any:
-        """What another thread makes; this one stops waiting where the server asks for something else."""
+    def _in_thread(self, make: Callable[[], Any]) -> Any:
+        """Return what another thread makes; this one stops waiting if the server asks for something else."""
         made: list[Any] = []
         errors: list[RuntimeError] = []
 
@@ -88,7 +94,7 @@ class WorkerGroup:
         return made[0]
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to add up tensors over all workers, in place; call the result to wait for it."""
+        """Start to sum tensors over all workers, in place; call the result to wait for it."""
         if self.size == 1:
             return lambda: None
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
@@ -104,24 +110,24 @@ class WorkerGroup:
         return finish
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Every worker's tensor, [size, ...]; all have the same shape."""
+        """Return every worker's tensor, [size, ...]; all have the same shape."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        every = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(self._start(lambda: self._backend.allgather([every], [tensor.contiguous()])))
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait(self._start(lambda: self._backend.allgather([outputs], [tensor.contiguous()])))
         self.bytes += (self.size - 1) * tensor.nbytes
-        return torch.stack(every)
+        return torch.stack(outputs)
 
     def exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send a flat tensor to each worker, by rank; what each of them sends here, of these sizes."""
-        given = torch.cat(list(outgoing))
-        taken = given.new_empty(sum(sizes))
+        """Send a flat tensor to each worker, by rank, and return what each of them sends, of these sizes."""
+        sent = torch.cat(list(outgoing))
+        received = sent.new_empty(sum(sizes))
         if self.size == 1:
-            return [given]
+            return [sent]
         lengths = [len(tensor) for tensor in outgoing]
-        self._wait(self._start(lambda: self._backend.alltoall_base(taken, given, list(sizes), lengths)))
-        self.bytes += given.nbytes - outgoing[self.rank].nbytes
-        return list(torch.split(taken, list(sizes)))
+        self._wait(self._start(lambda: self._backend.alltoall_base(received, sent, list(sizes), lengths)))
+        self.bytes += sent.nbytes - outgoing[self.rank].nbytes
+        return list(torch.split(received, list(sizes)))
 
     def _start(self, begin: Callable[[], Any]) -> Any:
         try:
@@ -130,7 +136,7 @@ class WorkerGroup:
             raise GroupLost(_line(error)) from error
 
     def _wait(self, work: Any) -> None:
-        """Until a transfer has ended; it does not wait for one that a lost worker keeps from ending."""
+        """Wait for a transfer to end, but not for one that a lost worker keeps from ending."""
         until, looks = time.monotonic() + self.seconds, 0
         while not work.is_completed():
             looks += 1
@@ -148,7 +154,7 @@ class WorkerGroup:
             raise GroupLost(_line(error)) from error
 
     def leave(self) -> None:
-        """Use it no more; after an error it may still wait for a lost worker, so it is not freed."""
+        """Abandon the group. It is not freed, since it may still wait for a lost worker."""
         if self._backend is not None:
             _left_behind.append(self._backend)
             self._backend = None

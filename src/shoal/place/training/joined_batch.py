@@ -1,12 +1,12 @@
-"""Layers whose result depends on the whole batch, where its rows are computed in several places.
+"""Layers whose result depends on the whole batch, for a batch whose rows are computed in several places.
 
 Dropout, and noise with as many rows: ordinary training draws it for all rows at once. Every process that computes some
-of the rows draws the same for all of them, from the same random state, and takes its own rows: the result is that of
+of the rows draws the same for all of them, from the same random state, and takes its own rows. So the result is that of
 ordinary training, however the rows are shared.
 
-Batch norm, "joined": its statistics are those of the joined batch, in both passes, as in ordinary training. Workers
+Batch norm, "joined": its statistics are those of the joined batch in both passes, as in ordinary training. Workers
 exchange two numbers for each channel and layer in each pass. "own": each worker uses the statistics of its own rows,
-and the running averages of the first worker are taken, as in DistributedDataParallel; nothing is exchanged.
+and the running averages of the first worker are used, as in DistributedDataParallel; nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MASKS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 NOISE = (torch.rand, torch.randn)
 NOISE_LIKE = (torch.rand_like, torch.randn_like)
 NOISE_IN_PLACE = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
-"""Stochastic depth draws one number for each row by one of these."""
+"""Stochastic depth draws one number for each row with one of these."""
 
 
 class JoinedDraws(TorchFunctionMode):
-    """Inside, dropout and noise are drawn for all rows of the joined batch, and those of this process are used.
+    """Draws dropout and noise for all rows of the joined batch inside this context, and uses those of this process.
 
-    Other random functions draw as they do anywhere; their results then depend on how the rows are shared.
+    Other random functions draw as usual; their results then depend on how the rows are shared.
     """
 
     def __init__(self, total: int) -> None:
-        """`total`: rows of the joined batch."""
+        """`total` is the number of rows of the joined batch."""
         super().__init__()
         self.total = total
         self._rows = torch.arange(total)
@@ -44,7 +44,7 @@ class JoinedDraws(TorchFunctionMode):
         self._place = 0
 
     def rows(self, rows: Tensor) -> JoinedDraws:
-        """For the next forward pass over these rows of the joined batch; what was drawn is used again."""
+        """Prepare for the next forward pass, over these rows of the joined batch. Earlier draws are reused."""
         self._rows, self._place = rows, 0
         return self
 
@@ -78,22 +78,22 @@ class JoinedDraws(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0 or len(input) != len(self._rows):
             return func(input, p, training, inplace)  # type: ignore[no-any-return]
-        mask = self._drawn(lambda: func(_ones(input, self.total), p, True))  # divided by the share that stays
+        mask = self._drawn(lambda: func(_ones(input, self.total), p, True))  # scaled by 1 / (1 - p)
         return input.mul_(mask) if inplace else input * mask
 
     def _drawn(self, draw: Callable[[], Tensor]) -> Tensor:
-        """This process's rows of what is drawn for all of them."""
+        """Return this process's rows of what is drawn for all of them."""
         if self._place == len(self._draws):
             self._draws.append(draw())
-        every = self._draws[self._place]
+        all_rows = self._draws[self._place]
         self._place += 1
-        return every[self._rows.to(every.device)]
+        return all_rows[self._rows.to(all_rows.device)]
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Attention in the open, as torch computes it where there is dropout."""
+        """Compute attention with plain operators, as torch does with dropout."""
         if len(query) != len(self._rows) or enable_gqa:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -114,7 +114,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _ones(like: Tensor, total: int) -> Tensor:
-    """Ones for all rows, laid out in memory as they would be: draws follow the memory."""
+    """Return ones for all rows with the memory layout of `like`, since draws follow the memory."""
     shape = (total, *like.shape[1:])
     order = sorted(range(like.dim()), key=lambda dim: -like.stride()[dim])
     ones = torch.ones([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
@@ -122,25 +122,25 @@ def _ones(like: Tensor, total: int) -> Tensor:
 
 
 Gather = Callable[[Tensor], Tensor]
-"""[...] -> [workers, ...]"""
+"""Collects a tensor [...] of every worker: [workers, ...]."""
 
 
 class JoinedRows:
-    """What batch norm layers of a worker need of the others."""
+    """What batch norm layers of a worker need from the other workers."""
 
     def __init__(self, gather: Gather) -> None:
         self.gather = gather
         self.counts = True
-        """Whether this worker's rows count: one without a share computes a row that does not."""
+        """Whether this worker's rows count. A worker without a share computes a row that does not."""
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
-    """Layers whose output depends on the other rows of a batch."""
+    """Return the layers whose output depends on the other rows of a batch."""
     return [module for module in network.modules() if isinstance(module, _BatchNorm)]
 
 
 def join_batch_norms(network: nn.Module, joined: JoinedRows) -> None:
-    """Have the batch norm layers of a network use the joined batch's statistics."""
+    """Make the batch norm layers of a network use the joined batch's statistics."""
     for module in batch_norms(network):
         module.forward = partial(_forward, module, joined)  # type: ignore[method-assign]
 
@@ -153,7 +153,7 @@ def _forward(module: _BatchNorm, joined: JoinedRows, x: Tensor) -> Tensor:
     with torch.no_grad():
         mean, variance, total = _statistics(x, dims, rows, joined)
         if module.training and module.track_running_stats and module.running_mean is not None:
-            _follow(module, mean, variance, total)
+            _update_running(module, mean, variance, total)
     normed: Tensor = _Normalize.apply(x, mean, variance, total, module.eps, dims, joined)  # type: ignore[no-untyped-call]
     shape = [1, -1] + [1] * (x.dim() - 2)
     if module.weight is not None:
@@ -162,20 +162,20 @@ def _forward(module: _BatchNorm, joined: JoinedRows, x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, dims: list[int], rows: int, joined: JoinedRows) -> tuple[Tensor, Tensor, float]:
-    """Mean and variance of all rows: those of each worker, joined without cancellation."""
+    """Return mean and variance of all rows, from those of each worker, without cancellation."""
     mean = x.mean(dims)
-    squares = (x - _wide(mean, x)).square().sum(dims)
-    every = joined.gather(torch.cat([mean.new_tensor([float(rows)]), mean, squares]))
-    counts, means, sums = every[:, :1], every[:, 1 : 1 + len(mean)], every[:, 1 + len(mean) :]
+    squares = (x - _per_channel(mean, x)).square().sum(dims)
+    gathered = joined.gather(torch.cat([mean.new_tensor([float(rows)]), mean, squares]))
+    counts, means, sums = gathered[:, :1], gathered[:, 1 : 1 + len(mean)], gathered[:, 1 + len(mean) :]
     total = counts.sum()
-    joint = (counts * means).sum(0) / total
-    here = counts > 0
-    variance = (torch.where(here, sums, 0.0).sum(0) + (counts * (means - joint).square()).sum(0)) / total
-    return joint, variance, float(total)
+    joint_mean = (counts * means).sum(0) / total
+    has_rows = counts > 0
+    variance = (torch.where(has_rows, sums, 0.0).sum(0) + (counts * (means - joint_mean).square()).sum(0)) / total
+    return joint_mean, variance, float(total)
 
 
-def _follow(module: _BatchNorm, mean: Tensor, variance: Tensor, total: float) -> None:
-    """Move the running averages on."""
+def _update_running(module: _BatchNorm, mean: Tensor, variance: Tensor, total: float) -> None:
+    """Update the running averages."""
     assert module.running_mean is not None and module.running_var is not None
     factor = module.momentum
     if module.num_batches_tracked is not None:
@@ -187,7 +187,7 @@ def _follow(module: _BatchNorm, mean: Tensor, variance: Tensor, total: float) ->
     module.running_var.lerp_(variance * (total / max(total - 1, 1)), factor)
 
 
-def _wide(channels: Tensor, x: Tensor) -> Tensor:
+def _per_channel(channels: Tensor, x: Tensor) -> Tensor:
     return channels.view([1, -1] + [1] * (x.dim() - 2))
 
 
@@ -206,7 +206,7 @@ class _Normalize(torch.autograd.Function):
         joined: JoinedRows,
     ) -> Tensor:
         inverse = (variance + eps).rsqrt()
-        normed = (x - _wide(mean, x)) * _wide(inverse, x)
+        normed = (x - _per_channel(mean, x)) * _per_channel(inverse, x)
         ctx.save_for_backward(normed, inverse)
         ctx.rest = (total, dims, joined)
         return normed
@@ -223,5 +223,7 @@ class _Normalize(torch.autograd.Function):
         if not joined.counts:
             return torch.zeros_like(gradient), None, None, None, None, None, None
         mean, product = sums[: len(inverse)], sums[len(inverse) :]
-        dx = (gradient - _wide(mean, normed) - normed * _wide(product, normed)) * _wide(inverse, normed)
+        dx = (gradient - _per_channel(mean, normed) - normed * _per_channel(product, normed)) * _per_channel(
+            inverse, normed
+        )
         return dx, None, None, None, None, None, None

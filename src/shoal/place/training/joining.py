@@ -1,4 +1,4 @@
-"""What workers are given when they join or after an update, and what they give back for a checkpoint."""
+"""What workers are sent when they join or after an update, and what they send back for a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.split.core.moments import load_moments, moments_of
 
 
 class StateLost(ShoalError):
-    """A worker was lost with state that only it had: the run goes back to its last checkpoint."""
+    """Raised if a worker was lost with state that only it had: the run goes back to its last checkpoint."""
 
 
 class Joining:
@@ -32,23 +32,23 @@ class Joining:
         self.optimizer: Optimizer | None = None
         """Set by the unit."""
         self.attempt = 0
-        """Of all batches: those of workers that belong to an earlier one are out of date."""
+        """The number of the current attempt; messages that belong to an earlier one are out of date."""
         self._news: dict[str, Any] = {}
-        """What workers are told with the next message: whether the batch before counts, and how it is applied."""
+        """What workers are sent with the next message: whether the previous batch counts, and how it is applied."""
         self._sharded = any(built.way(name) == "sharded" for name in built.held_by_workers)
         self._store: Any = None
         self._groups = 0
         self._broken = 0
-        """Times in a row that a transfer among workers has failed."""
+        """How many times in a row a transfer among workers has failed."""
         self.setup_seconds = 0.0
-        """What the next step may take longer, since workers are given the whole state before it."""
+        """How much longer the next step may take, since workers are sent the whole state before it."""
         self.ended: list[float] = []
         """When each step ended, by `time.monotonic`."""
         self.pulled = 0
         """Bytes that were sent for checkpoints and validation."""
 
     def committed(self, *, apply: bool, clip: float | None, options: Sequence[Mapping[str, Any]]) -> None:
-        """The batch counts; `apply`: the optimizer has stepped, and workers have to do the same."""
+        """Note that the batch counts. `apply`: the optimizer has stepped, and workers must do the same."""
         if apply:
             self.ended.append(time.monotonic())
         self._news = {"commit": self.attempt, "apply": apply}
@@ -58,12 +58,12 @@ class Joining:
             worker.owed = True
 
     def committed_alone(self, worker: Connected, attempt: int) -> None:
-        """The server has taken a step with one worker's gradients, which then needs the new parameters."""
+        """Note that the server has taken a step with one worker's gradients, which then needs the new parameters."""
         self.ended.append(time.monotonic())
         worker.news = {"commit": attempt, "apply": True}
 
     def _update_for(self, worker: Connected) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a worker has to know of the last update, and has not been sent."""
+        """Return what a worker must know of the last update and has not been sent."""
         news = worker.news or (self._news if worker.owed else {"commit": -1})
         worker.owed, worker.news = False, {}
         changed = news.get("apply") and self.built.held_by_server
@@ -82,7 +82,7 @@ class Joining:
             self._regroup(self.workers.live)
 
     def take_in(self) -> None:
-        """Give workers that have joined the state of the training."""
+        """Send workers that have joined the state of the training."""
         self.workers.gather()
         if not any(worker.fresh for worker in self.workers.live):
             return
@@ -104,7 +104,7 @@ class Joining:
         self._groups += 1
 
     def _flush(self, worker: Connected) -> None:
-        """Before a new group: what a worker has not been told of the last update."""
+        """Send what a worker has not been sent of the last update, before a new group."""
         if worker.owed:
             tensors, news = self._update_for(worker)
             worker.channel.send("update", self.attempt, tensors, **news)
@@ -133,25 +133,25 @@ class Joining:
         }  # fmt: skip
 
     def _front_state(self) -> dict[str, Tensor]:
-        """All that a new worker needs."""
+        """Return everything that a new worker needs."""
         front = self.built.parts(self.model)[0]
         tensors: dict[str, Tensor] = {PARAMETER + name: tensor for name, tensor in front.named_parameters()}
         tensors |= {PARAMETER + name: tensor for name, tensor in front.named_buffers()}
         if self.optimizer is not None and self.built.held_by_workers:
-            held = set(self.built.held_by_workers)
+            names = set(self.built.held_by_workers)
             moments = moments_of(self.optimizer, self.model)
-            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in held}
+            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in names}
         return tensors
 
     def pull(self) -> None:
-        """Bring what workers have, parameters that they update and buffers, into the server's own network."""
+        """Copy what workers have, parameters that they update and buffers, into the server's own network."""
         while True:
             began = time.monotonic()
             ready = [worker for worker in self.workers.live if not worker.fresh]
             if not ready:
                 return
             self.attempt += 1
-            before = self.workers.traffic.both
+            bytes_before = self.workers.traffic.both
             try:
                 moments = self._pull(ready, Wait(began + self.workers.state_deadline.limit("state")))
             except WorkerLost as error:
@@ -162,7 +162,7 @@ class Joining:
                     raise StateLost(f"sharded parameters may differ between workers ({error})") from None
                 self._regroup(self.workers.live)
                 continue
-            self.pulled += self.workers.traffic.both - before
+            self.pulled += self.workers.traffic.both - bytes_before
             self.workers.state_deadline.observe("state", time.monotonic() - began)
             if self.optimizer is not None and moments:
                 load_moments(self.optimizer, self.model, {**moments_of(self.optimizer, self.model), **moments})
@@ -170,9 +170,9 @@ class Joining:
 
     @torch.no_grad()
     def _pull(self, ready: Sequence[Connected], wait: Wait) -> dict[str, Tensor]:
-        for place, worker in enumerate(ready):
+        for i, worker in enumerate(ready):
             tensors, news = self._update_for(worker)
-            worker.channel.send("state", self.attempt, tensors, all=place == 0, **news)
+            worker.channel.send("state", self.attempt, tensors, all=i == 0, **news)
         state = {**self.parameters, **dict(self.model.named_buffers())}
         moments: dict[str, Tensor] = {}
         for worker in ready:

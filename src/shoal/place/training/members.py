@@ -1,4 +1,4 @@
-"""The workers that a server has: who joins, who answers, who is lost."""
+"""The workers of a server: those that join, answer, or are lost."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from shoal.split.net.messages import END, text_message
 from shoal.utils.tables import duration
 
 QUIET_SECONDS = 5.0
-"""A worker whose link carried nothing for so long is asked whether it is there."""
+"""A worker whose link was idle for so long is asked whether it is alive."""
 PING_SECONDS = 3.0
-"""For a process that computes to say that it is."""
+"""How long a process that computes may take to answer."""
 MOST_EXTENSIONS = 4
-"""How often a deadline is doubled for workers that answer."""
+"""How often a deadline is extended for workers that answer."""
 SLOW_BYTES, SLOW_SECONDS, SLOW_TIMES = 1 << 16, 0.5, 10
-"""A link is too slow where these bytes there and back take more seconds than this, and so many times the usual."""
+"""A link is too slow if a round trip of so many bytes takes more seconds than this, and so many times the usual
+time."""
 END_SECONDS = 2.0
 
 
 class WorkerLost(ShoalError):
-    """A worker is gone: the step is computed again by the others."""
+    """Raised if a worker is lost: the others compute the step again."""
 
     def __init__(self, worker: Connected, why: str, *, aside: bool = False) -> None:
-        """`aside`: it may take part again, once its link is faster."""
+        """`aside`: the worker may take part again when its link is faster."""
         self.worker, self.aside = worker, aside
         super().__init__(why)
 
@@ -51,18 +52,18 @@ class Connected:
     """Which GPU it has, see `gpu_of`; empty: none."""
     share: float = 1.0
     fresh: bool = True
-    """Whether it has to be given the whole state."""
+    """Whether it must be sent the whole state."""
     owed: bool = False
     """Whether it has not been sent the last update yet."""
     news: dict[str, Any] = field(default_factory=dict)
-    """Of an asynchronous update with its own gradients, where it has not been sent yet."""
+    """The numbers of an asynchronous update with its own gradients that it has not been sent yet."""
     group_bytes: int = 0
-    """What it has sent to other workers."""
+    """Bytes that it has sent to other workers."""
 
 
 @dataclass(slots=True)
 class Lost:
-    """A worker that was lost, and how long that took to notice."""
+    """A worker that was lost, and how long it took to notice."""
 
     step: int
     name: str
@@ -72,7 +73,7 @@ class Lost:
 
 @dataclass(slots=True)
 class Wait:
-    """How long a step may take; a few times it is extended while workers answer."""
+    """How long a step may take. It is extended a few times while workers answer."""
 
     until: float
     extensions: int = 0
@@ -83,7 +84,7 @@ def _connected(link: Link, request: Mapping[str, Any]) -> Connected:
 
 
 class Workers:
-    """All workers of a run. No wait for one is longer than the deadline."""
+    """All workers of a run. Nothing waits for a worker longer than the deadline."""
 
     def __init__(
         self,
@@ -97,19 +98,24 @@ class Workers:
         offer: Mapping[str, Any] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """`plan`: what a worker must agree with. `expected`: how many the first step waits for, `start_seconds` at
-        most. `patience`: how long a run without any worker waits for one. `offer`: what workers may read before they
-        join."""
+        """Start to admit workers.
+
+        Args:
+            plan: What a worker must agree with.
+            expected: How many workers the first step waits for, `start_seconds` at most.
+            patience: How long a run without any worker waits for one.
+            offer: What workers may read before they join.
+        """
         self.live: list[Connected] = []
         self.aside: list[Connected] = []
-        """Those whose links were too slow, and may be faster again."""
+        """Workers whose links were too slow and may be faster again."""
         self.lost: list[Lost] = []
         self.deadline = Deadline(fixed=deadline, first=300.0)
         self.state_deadline = Deadline(fixed=deadline, first=300.0)
-        """For a worker's whole state, which may be far more than what a step sends."""
+        """The deadline for a worker's whole state, which may be far more than what a step sends."""
         self._gone, self._gone_group = Traffic(), 0
         self.ending = ""
-        """What workers are sent at the end, where it is no error."""
+        """What workers are sent at the end if there is no error."""
         self._admission = Admission(
             "server", lambda request: difference(dict(plan), request.get("job") or {}), _connected, expected=expected,
             address=address, offer=offer, start_seconds=start_seconds, patience=patience, tell=tell,
@@ -117,11 +123,11 @@ class Workers:
         )  # fmt: skip
         self.address = self._admission.address
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- connected workers --------------------------------------------------------------------------------------------
 
     @property
     def tell(self) -> Tell:
-        """Takes a line about something that happened."""
+        """Called with a line about each event."""
         return self._admission.tell
 
     @tell.setter
@@ -129,15 +135,15 @@ class Workers:
         self._admission.tell = tell
 
     def check_links(self) -> None:
-        """WorkerLost where a link has ended."""
+        """Raise WorkerLost if a link has ended."""
         for worker in self.live:
             if worker.channel.lost is not None:
                 raise WorkerLost(worker, str(worker.channel.lost))
 
     def gather(self) -> None:
-        """Take in those that have joined; where there is none those with slow links, or wait for one.
+        """Add workers that have joined. If there are none, use those with slow links, or wait for one.
 
-        PlaceError where nobody comes.
+        Raises a PlaceError if no worker comes.
         """
         if not self.live:
             self._take_back(self.aside)
@@ -167,7 +173,7 @@ class Workers:
         worker.channel.close()
 
     def _take_back(self, workers: Sequence[Connected]) -> None:
-        """Have workers whose links were too slow take part again, from the server's state."""
+        """Let workers whose links were too slow take part again, from the server's state."""
         for worker in list(workers):
             self.aside.remove(worker)
             worker.fresh, worker.owed, worker.news = True, False, {}
@@ -175,7 +181,7 @@ class Workers:
             self.tell(f"worker {worker.name} takes part again")
 
     def drop_dead(self, step: int) -> None:
-        """Continue without all whose links have ended."""
+        """Continue without all workers whose links have ended."""
         for worker in list(self.live):
             if worker.channel.lost is not None:
                 self.drop(WorkerLost(worker, str(worker.channel.lost)), step, 0.0)
@@ -183,7 +189,8 @@ class Workers:
     # --- waiting for one ----------------------------------------------------------------------------------------------
 
     def expect(self, worker: Connected, attempt: int, kinds: Sequence[str], wait: Wait) -> Arrived:
-        """The next message of these kinds that belongs to an attempt; WorkerLost where it does not come."""
+        """Return a worker's next message of these kinds that belongs to this attempt. Raises WorkerLost if none
+        arrives."""
         while True:
             try:
                 arrived = worker.channel.receive(min(QUIET_SECONDS / 5, max(wait.until - time.monotonic(), 0.01)))
@@ -193,7 +200,7 @@ class Workers:
             except ShoalError as error:
                 raise WorkerLost(worker, str(error)) from error
             if arrived.attempt != attempt:
-                continue  # of an attempt that was given up
+                continue  # it belongs to an abandoned attempt
             if arrived.what == "broken":
                 raise GroupBroken(str(arrived.numbers.get("why")))
             if arrived.what == "raised":
@@ -202,10 +209,10 @@ class Workers:
                 return arrived
 
     def check(self, worker: Connected, wait: Wait) -> None:
-        """Nothing has come from a worker yet: WorkerLost where it, or another one, is gone or too slow.
+        """Raise WorkerLost if this worker, from which nothing has arrived yet, or another one is gone or too slow.
 
-        Workers whose links are quiet are asked whether they are there; one that does not answer is lost, whoever is
-        waited for. One that answers may take longer than the deadline, though not for ever.
+        Workers with idle links are asked whether they are alive; one that does not answer is lost. One that answers may
+        exceed the deadline, but only a few times.
         """
         self.check_links()
         self._check_quiet()
@@ -219,36 +226,38 @@ class Workers:
         wait.until = time.monotonic() + 2.0**wait.extensions * PING_SECONDS
 
     def _check_quiet(self) -> None:
-        """Ask workers that have been quiet whether they are there; WorkerLost for the first one that is not."""
+        """Ask workers with idle links whether they are alive. Raises WorkerLost for the first one that is not."""
         quiet = [worker for worker in self.live if worker.channel.quiet_for() > QUIET_SECONDS]
         for worker, seconds in _ask(quiet, 0):
             if seconds is None and worker.channel.quiet_for() > PING_SECONDS:
                 raise WorkerLost(worker, f"it did not answer for {worker.channel.quiet_for():.0f} s")
 
     def check_slow(self) -> None:
-        """WorkerLost where one worker's link is far slower than those of the others."""
-        took = {worker: math.inf if seconds is None else seconds for worker, seconds in _ask(self.live, SLOW_BYTES)}
-        if len(took) < 2:
+        """Raise WorkerLost if one worker's link is far slower than those of the others."""
+        seconds_of = {
+            worker: math.inf if seconds is None else seconds for worker, seconds in _ask(self.live, SLOW_BYTES)
+        }
+        if len(seconds_of) < 2:
             return
-        slowest = max(took, key=lambda worker: took[worker])
-        usual = median(seconds for worker, seconds in took.items() if worker is not slowest)
-        if took[slowest] > max(SLOW_SECONDS, SLOW_TIMES * usual):
-            why = f"its link is too slow: {SLOW_BYTES:,} bytes there and back take {_seconds(took[slowest])}"
+        slowest = max(seconds_of, key=lambda worker: seconds_of[worker])
+        usual = median(seconds for worker, seconds in seconds_of.items() if worker is not slowest)
+        if seconds_of[slowest] > max(SLOW_SECONDS, SLOW_TIMES * usual):
+            why = f"its link is too slow: {SLOW_BYTES:,} bytes there and back take {_seconds(seconds_of[slowest])}"
             raise WorkerLost(slowest, f"{why}, with others {_seconds(usual)}", aside=True)
 
     def check_aside(self) -> None:
-        """Take workers back whose links are fast enough again."""
+        """Take back workers whose links are fast enough again."""
         for worker in [worker for worker in self.aside if worker.channel.lost is not None]:
             self.aside.remove(worker)
             self._end(worker)
-        took = _ask(self.aside, SLOW_BYTES)
-        self._take_back([worker for worker, seconds in took if seconds is not None and seconds <= SLOW_SECONDS])
+        answers = _ask(self.aside, SLOW_BYTES)
+        self._take_back([worker for worker, seconds in answers if seconds is not None and seconds <= SLOW_SECONDS])
 
     # --- what it cost, and the end ------------------------------------------------------------------------------------
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes at the sockets of all links with workers so far, as they are counted here."""
+        """Bytes at the sockets of all links with workers so far, counted here."""
         return sum((worker.channel.link.traffic for worker in (*self.live, *self.aside)), self._gone)
 
     @property
@@ -257,12 +266,12 @@ class Workers:
         return sum(worker.group_bytes for worker in (*self.live, *self.aside)) + self._gone_group
 
     def probe(self) -> LinkRates:
-        """How fast the slowest link is, measured; between two steps."""
+        """Measure the speed of the slowest link; only between two steps."""
         rates = [_probe(worker) for worker in self.live]
         return min(rates, key=lambda rate: rate.up)
 
     def close(self, why: str = "") -> None:
-        """End the run for the workers; `why`: the error, if there was one."""
+        """End the run for the workers. `why` is the error, if there was one."""
         self.live += [*self.aside, *self._admission.close()]
         self.aside = []
         for worker in self.live:
@@ -272,22 +281,23 @@ class Workers:
             with suppress(ShoalError):
                 worker.channel.flush(until - time.monotonic())
                 while True:
-                    worker.channel.receive(until - time.monotonic())  # it closes the link: then it knows
+                    # until the worker closes the link, which confirms the end
+                    worker.channel.receive(until - time.monotonic())
         for worker in self.live:
             self._end(worker)
         self.live = []
 
 
 class GroupBroken(ShoalError):
-    """A transfer among workers failed: they have to make another group."""
+    """Raised if a transfer among workers failed, so that they must form another group."""
 
 
 class WorkerRaised(ShoalError):
-    """The job's own code raised on a worker."""
+    """Raised if the job's own code raised on a worker."""
 
 
 def _probe(worker: Connected) -> LinkRates:
-    """How fast a worker's link is, by messages that come back."""
+    """Measure the speed of a worker's link with messages that it sends back."""
 
     def send(size: int) -> None:
         if not worker.channel.probe(size) or worker.channel.answered_probe(PROBE_SECONDS) is None:
@@ -297,14 +307,16 @@ def _probe(worker: Connected) -> LinkRates:
 
 
 def _ask(workers: Sequence[Connected], size: int) -> list[tuple[Connected, float | None]]:
-    """Send so many bytes to workers, which send them back; seconds that this took, None: more than PING_SECONDS.
+    """Send so many bytes to workers, which send them back, and return the seconds; None: more than PING_SECONDS.
 
-    One that still owes an earlier answer is not asked again: its link has enough to carry.
+    A worker that still owes an earlier answer is not asked again, since its link is busy.
     """
     began = time.monotonic()
-    asked = [worker for worker in workers if worker.channel.probe(size)]
-    arrived = {id(worker): worker.channel.answered_probe(began + PING_SECONDS - time.monotonic()) for worker in asked}
-    return [(worker, None if (at := arrived.get(id(worker))) is None else at - began) for worker in workers]
+    probed = [worker for worker in workers if worker.channel.probe(size)]
+    answered_at = {
+        id(worker): worker.channel.answered_probe(began + PING_SECONDS - time.monotonic()) for worker in probed
+    }
+    return [(worker, None if (at := answered_at.get(id(worker))) is None else at - began) for worker in workers]
 
 
 def _seconds(seconds: float) -> str:

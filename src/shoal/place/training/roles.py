@@ -1,4 +1,4 @@
-"""Who computes and updates what in a placed training: a placement, applied to one built job."""
+"""What the server and the workers compute and update in a placed training: a placement, applied to one built job."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Roles:
     """What the server and the workers of one placed training do, as plain data."""
 
     cut: int
-    """Layers that are replicated on the workers; all of them: the workers compute the loss too, where they can."""
+    """How many layers are replicated on the workers. If all are, the workers compute the loss too, if possible."""
     ways: dict[str, str]
     """How each replicated parameter is synchronised."""
     workers: int
     shares: tuple[float, ...] = ()
-    """Of the batch, for each worker; empty: equal."""
+    """Each worker's share of the batch; empty: equal."""
     micro_batches: int = 1
     batch_norm: str = "joined"
     """ "joined" or "own", see `joined_batch.py`."""
@@ -41,7 +41,7 @@ class Roles:
     """Asynchronous: how many steps a worker may be ahead of the slowest one; None: synchronous."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For a handshake and a run folder."""
+        """Return it for a handshake and a run folder."""
         return {
             "cut": self.cut, "ways": self.ways, "micro_batches": self.micro_batches, "batch_norm": self.batch_norm,
             "staleness": self.staleness,
@@ -50,7 +50,7 @@ class Roles:
 
 @dataclass(eq=False)
 class Built:
-    """A built job with its layers: what server and workers both begin with."""
+    """A built job with its layers, which server and workers both start from."""
 
     member: Member
     roles: Roles
@@ -75,18 +75,19 @@ class Built:
         return self.roles.cut == len(self.graph.layers)
 
     def parts(self, model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-        """Front and back of a network of this class; there is no back where every layer is replicated."""
+        """Return front and back of a network of this class; the back is None if every layer is replicated."""
         if self.whole:
             return model, None
         return self.graph.split(self.roles.cut, model)
 
     @cached_property
     def replicated(self) -> list[str]:
-        """Parameters of the workers' layers that are trained."""
+        """Names of the trained parameters in the workers' layers."""
         front = self.parts(self.member.model)[0]
         return [name for name, p in front.named_parameters() if p.requires_grad]
 
     def way(self, name: str) -> str:
+        """Return how a replicated parameter is synchronised."""
         return self.roles.ways.get(name, "server")
 
     @property
@@ -101,6 +102,7 @@ class Built:
 
     @property
     def joins_batch_norms(self) -> bool:
+        """Whether workers exchange statistics of batch norm layers."""
         front = self.parts(self.member.model)[0]
         return self.roles.batch_norm == "joined" and bool(batch_norms(front))
 
@@ -110,12 +112,13 @@ class Built:
         return self.roles.workers > 1 and (bool(self.held_by_workers) or self.joins_batch_norms)
 
     def sample(self, batch: Any) -> Any:
-        """What the job's step calls its network with for this batch: a tuple of arguments, or a dict of named ones."""
+        """Return what the job's step calls its network with for this batch: a tuple of arguments, or a dict of named
+        ones."""
         if self.job.step is None:
             return tuple(batch[:-1])
         try:
             with autocast(self.job, self.member.device):
-                run_step(self.job, _Asked(self.member.model), batch)
+                run_step(self.job, _ArgumentProbe(self.member.model), batch)
         except _Called as call:
             if call.args and call.kwargs:
                 raise PlaceError(
@@ -125,21 +128,21 @@ class Built:
         raise PlaceError("the job's step does not call its network, so there is nothing to place")
 
     def micro_batches(self, rows: int) -> int:
-        """How many parts a share of so many rows is computed in."""
+        """Return the number of parts in which a share of so many rows is computed."""
         if self.joins_batch_norms:
-            return 1  # statistics are of all rows
+            return 1  # statistics need all rows
         return max(1, min(self.roles.micro_batches, rows))
 
 
 class _Called(Exception):
-    """The step has called its network with these."""
+    """Raised with the arguments with which the step has called its network."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
 
 
-class _Asked(nn.Module):
-    """In place of a network, to see what it is called with. Its attributes are the network's."""
+class _ArgumentProbe(nn.Module):
+    """Replaces a network to see what it is called with. Its attributes are the network's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -152,8 +155,8 @@ class _Asked(nn.Module):
         raise _Called(args, kwargs)
 
 
-class Given(_Asked):
-    """In place of a network whose output is known: `compute` gives it, whatever it is called with."""
+class Given(_ArgumentProbe):
+    """Replaces a network whose output is known: `compute` returns it, whatever it is called with."""
 
     def __init__(self, model: nn.Module, compute: Any) -> None:
         super().__init__(model)
@@ -164,7 +167,7 @@ class Given(_Asked):
 
 
 def chunks(rows: int, count: int) -> list[slice]:
-    """So many rows in so many parts of nearly the same size, in order."""
+    """Divide so many rows into so many parts of nearly the same size, in order."""
     sizes = divide(rows, [1.0] * max(1, min(count, max(rows, 1))))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -172,11 +175,11 @@ def chunks(rows: int, count: int) -> list[slice]:
 
 @contextmanager
 def random_state(state: Tensor | None) -> Iterator[None]:
-    """Inside: torch's random stream of the CPU is at this state. After: as it was."""
-    before = torch.get_rng_state()
+    """Set torch's random state of the CPU inside this context; restore it afterwards."""
+    previous = torch.get_rng_state()
     if state is not None:
-        torch.set_rng_state(state.clone())  # it may lie anywhere in a message; torch wants it aligned
+        torch.set_rng_state(state.clone())  # a tensor of a message may be unaligned, which torch does not accept
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        torch.set_rng_state(previous)

@@ -34,34 +34,34 @@ if TYPE_CHECKING:
 
 TURN_SECONDS = 1.0
 LOOK_TIMES = 50
-"""Times what a look at the links takes: when the next one may be."""
+"""The next check of the links comes after so many times the seconds that the last one took."""
 MOST_LOST_STATES = 20
-"""Times that a run goes back to its last checkpoint."""
+"""How many times a run may go back to its last checkpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PlacedReport:
-    """What a placed training did and cost, predicted beside measured."""
+    """What a placed training did and cost, predicted and measured."""
 
     mode: str
     workers: int
     cut: str
     steps: int = 0
     seconds: float = 0.0
-    """Of all steps, validation not included."""
+    """Seconds of all steps, without validation."""
     seconds_measured: float = 0.0
-    """Of one step: the median, which waits for workers that join or are lost do not move."""
+    """Seconds of one step: the median, which is not affected by waits for workers that join or are lost."""
     seconds_predicted: float = 0.0
-    """Of one step."""
+    """Predicted seconds of one step."""
     bytes_sent: int = 0
-    """From the server to all workers, at its sockets, those of joining included."""
+    """Bytes from the server to all workers at its sockets, including those for joining."""
     bytes_received: int = 0
     bytes_between: int = 0
-    """That workers sent to each other."""
+    """Bytes that workers sent to each other."""
     bytes_measured: float = 0.0
-    """Of one step and worker, both ways, after the first step."""
+    """Bytes of one step and worker, both ways, after the first step."""
     bytes_predicted: int = 0
-    """Of one step and worker, both ways."""
+    """Predicted bytes of one step and worker, both ways."""
     lost: list[dict[str, Any]] = field(default_factory=list)
     """Workers that were lost: in which step, why, and how long the run waited for them."""
     notes: list[str] = field(default_factory=list)
@@ -96,7 +96,8 @@ class PlacedRun(UnitListener):
         tell: Listener | None = None,
         replan: Callable[[float], Placement | None] | None = None,
     ) -> None:
-        """`replan`: given how many times faster the links are than they were, another placement, or None."""
+        """Create the run. `replan` returns another placement, or None, given how many times faster the links have
+        become."""
         self.built, self.workers, self.member = built, workers, built.member
         self.server = build_server(built, workers)
         self.folder, self.save_every, self.callbacks = folder, save_every, callbacks
@@ -105,7 +106,7 @@ class PlacedRun(UnitListener):
         self._link: Link | None = None
         self._drifts = 0
         self.next: Placement | None = None
-        """How to continue, once the links have changed."""
+        """The placement with which to continue after the links have changed."""
         self._snapshot: dict[str, Any] | None = None
         self._saved, self._next_look = time.monotonic(), 0.0
         self._interrupted = False
@@ -164,7 +165,7 @@ class PlacedRun(UnitListener):
         return outcome
 
     def _keep_committed(self, runner: UnitRunner) -> None:
-        """Before the run ends with an error: what was trained so far is written down, where it is here."""
+        """Save what was trained so far before the run ends with an error, if it is in this process."""
         if self.folder is None or self.built.held_by_workers or not self.member.at_step_boundary:
             return
         runner.finish_turn(Outcome(0.0))
@@ -203,8 +204,11 @@ class PlacedRun(UnitListener):
         self.workers.tell(line)
 
     def _look_at_link(self) -> None:
-        """Measure the links, between two steps; where they have changed by more than a quarter, twice in a row, ask for
-        another placement. It is done as often as it takes a fiftieth of the time."""
+        """Measure the links between two steps. If they have changed by more than a quarter, twice in a row, ask for
+        another placement.
+
+        It takes at most a fiftieth of the time.
+        """
         began = time.monotonic()
         if began < self._next_look:
             return
@@ -223,8 +227,8 @@ class PlacedRun(UnitListener):
         times = link.up / self._link.up
         self._link, self._drifts = link, 0
         self.next = self._replan(times)
-        what = "the placement stays" if self.next is None else f"placed again: {self.next.predicted.describe()}"
-        line = f"step {self.member.step}: the links are {times:.2f} times as fast as they were; {what}"
+        decision = "the placement stays" if self.next is None else f"placed again: {self.next.predicted.describe()}"
+        line = f"step {self.member.step}: the links are {times:.2f} times as fast as they were; {decision}"
         self.report.notes.append(line)
         self.workers.tell(line)
 
@@ -234,7 +238,7 @@ class PlacedRun(UnitListener):
         try:
             return self.workers.probe()
         except WorkerLost:
-            return None  # the next step finds out which
+            return None  # the next step finds out which worker it is
 
     def _interrupt(self) -> None:
         self._interrupted = True

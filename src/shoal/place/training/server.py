@@ -1,4 +1,4 @@
-"""The server's side of a step: shares out, tensors at the cut in, gradients out, gradients in."""
+"""The server's side of a step: send shares, receive tensors at the cut, send their gradients, receive gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.place.training.members import Connected, GroupBroken, Wait, WorkerLos
 from shoal.place.training.roles import Built, chunks
 
 MOST_BROKEN = 5
-"""Times in a row that workers may fail to reach each other."""
+"""How many times in a row workers may fail to reach each other."""
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class Batch:
 
     content: Any
     rows: Tensor
-    """Of the source."""
+    """Row numbers of the source."""
     epoch: int
     factor: float
-    """Times the loss: of the optimizer step's group of batches."""
+    """The factor of the loss: one over the number of batches of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Mark:
 
     batches: int
     moved: int
-    """With the server, both ways; what was asked for between steps left out."""
+    """Bytes to and from the server, without those between steps."""
     between: int
 
 
 @dataclass(slots=True)
 class Done:
-    """What came of a batch: the loss; gradients are with the parameters."""
+    """The result of a batch: the loss; gradients are stored with the parameters."""
 
     loss: float
     logs: dict[str, float] = field(default_factory=dict)
@@ -70,20 +70,20 @@ class _Share:
         return self.rows > 0
 
     def index(self, chunk: int) -> Tensor:
-        """Rows of a micro-batch in the joined batch."""
+        """Return the rows of a micro-batch in the joined batch."""
         part = self.parts[chunk]
         return torch.arange(self.first + part.start, self.first + part.stop)
 
 
 class Server(Joining):
-    """Computes batches together with the workers, again where one of them is lost on the way."""
+    """Computes batches together with the workers, and again if one of them is lost on the way."""
 
     def __init__(self, built: Built, workers: Workers) -> None:
         super().__init__(built, workers)
         self.back = Back(built)
         self.scaler: Any = None
         self.squares = 0.0
-        """Of the gradients that workers have, for clipping."""
+        """The squared norm of the gradients that workers have, for clipping."""
         self._front_draws = True
         self._buffers = Buffers(self.model)
         self._batches = 0
@@ -93,10 +93,10 @@ class Server(Joining):
     # --- one batch ----------------------------------------------------------------------------------------------------
 
     def compute(self, batch: Batch) -> Done:
-        """Loss and gradients of a batch, which all workers that are there compute together."""
-        held = {name: parameter.grad for name, parameter in self.parameters.items()}
+        """Compute loss and gradients of a batch with all connected workers."""
+        earlier_grads = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._buffers.save()
-        drawn = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         while True:
             began = time.monotonic()
             for parameter in self.parameters.values():
@@ -111,16 +111,16 @@ class Server(Joining):
                 self._mend_group(error, began)
             else:
                 self._broken, self.setup_seconds = 0, 0.0
-                self._add(held)
+                self._add(earlier_grads)
                 self._batches += 1
                 moved = self.workers.traffic.both - self.pulled
                 self.marks = [*self.marks[:1], Mark(self._batches, moved, self.workers.group_bytes)]
                 return done
             self._buffers.restore()
-            torch.set_rng_state(drawn)
+            torch.set_rng_state(rng_state)
 
     def _mend_group(self, error: GroupBroken, began: float) -> None:
-        """Have the workers make another group, without one whose link is too slow."""
+        """Let the workers form another group, without one whose link is too slow."""
         self._broken += 1
         try:
             self.workers.check_slow()
@@ -132,15 +132,15 @@ class Server(Joining):
         self.workers.tell(f"step {self.member.step}: {error}; the workers make another group")
         if self._broken >= MOST_BROKEN:
             raise PlaceError(f"workers cannot reach each other ({error}); check the network between them")
-        time.sleep(0.2)  # where a worker has died, its link ends too
+        time.sleep(0.2)  # if a worker has died, its link ends too
         self._regroup([worker for worker in self.workers.live if worker.channel.lost is None])
 
-    def _add(self, held: Mapping[str, Tensor | None]) -> None:
-        """Add the gradients of the batches before, in this optimizer step."""
+    def _add(self, earlier_grads: Mapping[str, Tensor | None]) -> None:
+        """Add the gradients of earlier batches of this optimizer step."""
         for name, parameter in self.parameters.items():
-            before = held[name]
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before + parameter.grad
+            earlier = earlier_grads[name]
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
 
     def _attempt(self, batch: Batch, began: float) -> Done:
         self.attempt += 1
@@ -212,52 +212,58 @@ class Server(Joining):
         )  # fmt: skip
 
     def begin_alone(self, worker: Connected, batch: Batch) -> None:
-        """Have one worker compute a whole batch, with the parameters of this moment."""
+        """Let one worker compute a whole batch, with the current parameters."""
         self.attempt += 1
         total = len(batch.rows)
         share = _Share(worker, 0, total, chunks(total, 1))
         fields = {"scale": batch.factor, "chunks": 1, "most_rows": total, "local": self.built.whole, "leader": False}
-        seed = int(torch.randint(2**62, ()))  # its masks are its own: nobody else has its rows
+        seed = int(torch.randint(2**62, ()))  # it draws its own masks, since no other worker has its rows
         self._send_task(share, batch.rows, batch, fields, torch.Generator().manual_seed(seed).get_state())
 
     def _exchange(self, batch: Batch, shares: list[_Share], wait: Wait) -> Done:
-        """Receive what is at the cut, compute the server's layers, send the gradients back: in micro-batches where the
-        result is that of the whole batch."""
+        """Receive the tensors at the cut, compute the server's layers, and send the gradients back.
+
+        This is done in micro-batches if the result is that of the whole batch.
+        """
         total, count = len(batch.rows), len(shares[0].parts)
         draws = JoinedDraws(total)
         cuts: Iterator[list[list[Tensor]]]
         cuts = ([self._cut(share, chunk, wait) for share in shares] for chunk in range(count))
         if count > 1 and self.back.splits is None:
-            every = list(cuts)
-            self.back.can_split(self._joined(shares, every), batch.content, total)
-            cuts = iter(every)
+            all_cuts = list(cuts)
+            self.back.can_split(self._joined(shares, all_cuts), batch.content, total)
+            cuts = iter(all_cuts)
         if count == 1 or not self.back.splits:
             return self._whole(batch, shares, list(cuts), draws)
         losses, logs = 0.0, dict[str, float]()
         for chunk, arrived in enumerate(cuts):
             rows = torch.cat([share.index(chunk) for share in shares])
-            weight, some = len(rows) / total, take_rows(batch.content, rows)
-            made = self.back.compute(self.back.join(arrived), some, draws, rows, batch.factor * weight, self.scaler)
-            losses += weight * made.loss
-            logs = {name: logs.get(name, 0.0) + weight * value for name, value in made.logs.items()}
-            if made.loss - made.loss != 0.0:
-                return Done(made.loss)
-            self._send_gradients(shares, made, chunk)
+            weight, part_batch = len(rows) / total, take_rows(batch.content, rows)
+            computed = self.back.compute(
+                self.back.join(arrived), part_batch, draws, rows, batch.factor * weight, self.scaler
+            )
+            losses += weight * computed.loss
+            logs = {name: logs.get(name, 0.0) + weight * value for name, value in computed.logs.items()}
+            if computed.loss - computed.loss != 0.0:
+                return Done(computed.loss)
+            self._send_gradients(shares, computed, chunk)
         return Done(losses, logs)
 
-    def _whole(self, batch: Batch, shares: list[_Share], every: list[list[list[Tensor]]], draws: JoinedDraws) -> Done:
-        """All rows at once, in the order of the batch."""
+    def _whole(
+        self, batch: Batch, shares: list[_Share], all_cuts: list[list[list[Tensor]]], draws: JoinedDraws
+    ) -> Done:
+        """Compute all rows at once, in the order of the batch."""
         total = len(batch.rows)
-        tensors = self._joined(shares, every)
-        made = self.back.compute(tensors, batch.content, draws, torch.arange(total), batch.factor, self.scaler)
-        if made.loss - made.loss == 0.0:
-            for chunk in range(len(every)):
-                self._send_gradients(shares, made, chunk, joined=True)
-        return Done(made.loss, made.logs)
+        tensors = self._joined(shares, all_cuts)
+        computed = self.back.compute(tensors, batch.content, draws, torch.arange(total), batch.factor, self.scaler)
+        if computed.loss - computed.loss == 0.0:
+            for chunk in range(len(all_cuts)):
+                self._send_gradients(shares, computed, chunk, joined=True)
+        return Done(computed.loss, computed.logs)
 
-    def _joined(self, shares: list[_Share], every: list[list[list[Tensor]]]) -> list[Tensor]:
-        """Micro-batches of all workers as one batch: worker by worker, as the rows are."""
-        by_worker = [[every[chunk][place] for chunk in range(len(every))] for place in range(len(shares))]
+    def _joined(self, shares: list[_Share], all_cuts: list[list[list[Tensor]]]) -> list[Tensor]:
+        """Join the micro-batches of all workers to one batch, worker by worker, in the order of the rows."""
+        by_worker = [[all_cuts[chunk][i] for chunk in range(len(all_cuts))] for i in range(len(shares))]
         return self.back.join([part for parts in by_worker for part in parts])
 
     def _cut(self, share: _Share, chunk: int, wait: Wait) -> list[Tensor]:
@@ -272,23 +278,26 @@ class Server(Joining):
             raise WorkerLost(share.worker, "it sent something else than what it was asked for")
         return [tensors[str(i)] for i in range(expected)]
 
-    def _send_gradients(self, shares: Sequence[_Share], made: Computed, chunk: int, *, joined: bool = False) -> None:
-        """Each worker's rows of the gradients at the cut; those of a tensor without rows go to the first one."""
-        at = 0
+    def _send_gradients(
+        self, shares: Sequence[_Share], computed: Computed, chunk: int, *, joined: bool = False
+    ) -> None:
+        """Send each worker's rows of the gradients at the cut; those of a tensor without rows go to the first
+        worker."""
+        next_row = 0
         for share in shares:
             part, rows = share.parts[chunk], share.parts[chunk].stop - share.parts[chunk].start
-            begin = share.first + part.start if joined else at
-            at += rows
+            begin = share.first + part.start if joined else next_row
+            next_row += rows
             tensors = {}
-            for place, gradient in enumerate(made.gradients):
-                if gradient is not None and self.back.batched[place]:
-                    tensors[str(place)] = gradient[begin : begin + rows]
+            for i, gradient in enumerate(computed.gradients):
+                if gradient is not None and self.back.batched[i]:
+                    tensors[str(i)] = gradient[begin : begin + rows]
                 elif gradient is not None and share is shares[0] and chunk == 0:
-                    tensors[str(place)] = gradient
+                    tensors[str(i)] = gradient
             share.worker.channel.send("gradients", self.attempt, tensors, chunk=chunk)
 
     def _collect(self, shares: Sequence[_Share], wait: Wait) -> tuple[list[dict[str, Tensor]], list[Arrived]]:
-        """Gradients that workers push, and the end of their work."""
+        """Receive the gradients that workers push, and the end of their work."""
         pushed, ends = list[dict[str, Tensor]](), list[Arrived]()
         for share in shares:
             gradients: dict[str, Tensor] = {}
@@ -306,7 +315,7 @@ class Server(Joining):
         return pushed, ends
 
     def _mean(self, ends: Sequence[Arrived]) -> Done:
-        """The loss of the joined batch, from those that workers computed."""
+        """Return the loss of the joined batch, from those that workers computed."""
         self._front_draws = False
         loss, logs = 0.0, dict[str, float]()
         for end in ends:
@@ -322,7 +331,7 @@ class Server(Joining):
 
 
 def build_server(built: Built, workers: Workers) -> Server:
-    """The server of a built job."""
+    """Create the server of a built job."""
     member: Member = built.member
     member.model.to(member.device)
     return Server(built, workers)

@@ -1,4 +1,4 @@
-"""A placed job as a unit of the engine: turns, validation, early stopping, checkpoints are those of any other job."""
+"""A placed job as a unit of the engine: turns, validation, early stopping and checkpoints work as for any other job."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PlacedUnit(SerialUnit):
         super().__init__(member)
         self.server = server
         self._factor: float | None = None
-        """By which the gradients of the last step were clipped."""
+        """The factor by which the gradients of the last step were clipped."""
         server.optimizer, server.scaler = self.optimizer, self.scaler
 
     def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
-        """One batch of all workers, and at the end of its group the optimizer."""
+        """Compute one batch with all workers, and run the optimizer at the end of its group."""
         member, job = self.member, self.job
         place, k = member.place, job.accumulate
         group_start = place - place % k
@@ -35,9 +35,9 @@ class PlacedUnit(SerialUnit):
             self._clear()
         assert member.order is not None
         rows = member.order[place * job.batch_size : (place + 1) * job.batch_size]
-        done = self.server.compute(Batch(batch, rows.cpu(), member.epoch, 1.0 / group))
-        if done.loss - done.loss != 0.0:
-            return done.loss, done.logs
+        result = self.server.compute(Batch(batch, rows.cpu(), member.epoch, 1.0 / group))
+        if result.loss - result.loss != 0.0:
+            return result.loss, result.logs
         apply = place + 1 == group_start + group
         options = [_plain(parameters) for parameters in self.optimizer.param_groups] if apply else []
         self._factor = None
@@ -46,11 +46,11 @@ class PlacedUnit(SerialUnit):
         self.server.committed(apply=apply, clip=self._factor, options=options)
         if apply and self.schedule is not None and job.schedule_every == "step":
             self._rate = self._current_rate()
-            self._move()
-        return done.loss, done.logs
+            self._advance_schedule()
+        return result.loss, result.logs
 
     def _clip(self) -> None:
-        """Scale all gradients, those of the workers too, to the job's largest norm."""
+        """Scale all gradients, including those of the workers, to the job's largest norm."""
         if self.job.clip_norm is None:
             return
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -65,7 +65,7 @@ class PlacedUnit(SerialUnit):
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings that can be sent: numbers, flags and tuples of them."""
+    """Return the settings of a parameter group that can be sent: numbers, flags and tuples of them."""
     plain: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:

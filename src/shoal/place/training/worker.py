@@ -30,23 +30,23 @@ from shoal.split.net.links import Address, Link, LinkLost
 from shoal.split.net.messages import WireError
 
 PARAMETER, MOMENT = "p:", "m:"
-"""Before the names of tensors in messages."""
+"""Prefixes of the names of tensors in messages."""
 
 
 REPLACED = "placed again"
-"""Why a server ends its workers that will begin again, with another placement."""
+"""The reason with which a server ends workers that will start again with another placement."""
 
 
 class Replaced(ShoalError):
-    """The server continues with another placement."""
+    """Raised if the server continues with another placement."""
 
 
 class ServerEnded(PlaceError):
-    """The server ended with an error."""
+    """Raised if the server ended with an error."""
 
 
 def describe_placed(built: Built) -> dict[str, Any]:
-    """What both sides must agree on before a worker may join."""
+    """Return what both sides must agree on before a worker may join."""
     plan = describe_training(built.job, built.member, built.member.model)
     placement: dict[str, Any] = json.loads(json.dumps(built.roles.to_dict()))
     return plan | {"placement": placement}
@@ -60,10 +60,10 @@ def serve_worker(
     patience: float = 60.0,
     tell: Callable[[str], None] | None = None,
 ) -> int:
-    """Work for the server at `where` until it ends the run; how many batches were computed here.
+    """Work for the server at `where` until it ends the run, and return how many batches were computed here.
 
-    `patience`: how long to look for a server that is not there, at the beginning or after it was lost. PlaceError where
-    it ended with an error or stays away, Refused where it has another job.
+    It looks for a missing server for `patience` seconds. Raises a PlaceError if the server ended with an error or does
+    not come back, and Refused if it has another job.
     """
     worker = Worker(built, torch.device(device))
     name, gpu = f"{socket.gethostname()}:{os.getpid()}", gpu_of(worker.device)
@@ -87,11 +87,11 @@ class _Pending:
 
     attempt: int
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of parameters that workers update, summed over all of them."""
+    """Gradients of parameters that workers update, summed over all of them."""
 
 
 class Worker:
-    """What a worker has while links come and go."""
+    """What a worker keeps while links come and go."""
 
     def __init__(self, built: Built, device: torch.device) -> None:
         self.built, self.job, self.device = built, built.job, device
@@ -112,14 +112,14 @@ class Worker:
         self.shards: Shards | None = None
         self.pending: _Pending | None = None
         self.sums: dict[str, Tensor] = {}
-        """Gradients of batches that are committed and wait for the end of their group."""
+        """Gradients of committed batches, until the end of their group."""
         self.leader = False
-        """Whether it speaks for all of them in this batch."""
+        """Whether it reports for all workers in this batch."""
         self.size = 1
         self.unusable = ""
-        """Why its state is not the server's, where that is so."""
+        """Why its state is not the server's; empty if it is."""
         self.draws = True
-        """Whether the layers here draw random numbers: not where the server has seen that they do not."""
+        """Whether the layers here draw random numbers; False if the server has seen that they do not."""
         self.done = 0
         self.channel: Channel
         self.attempt = 0
@@ -174,7 +174,7 @@ class Worker:
             raise WireError(f"the server sent a message about {arrived.what!r}")
 
     def _set_up(self, arrived: Arrived) -> None:
-        """Begin, or begin again, from the server's state."""
+        """Start, or start again, from the server's state."""
         self.pending, self.sums = None, {}
         self.sender.stop()
         self._load(arrived.tensors)
@@ -213,13 +213,13 @@ class Worker:
 
     @torch.no_grad()
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take parameters and buffers from the server."""
+        """Load parameters and buffers from the server."""
         state = {**dict(self.front.named_parameters()), **dict(self.front.named_buffers())}
         for name, value in _named(tensors, PARAMETER).items():
             state[name].copy_(value)
 
     def _update(self, arrived: Arrived) -> None:
-        """Commit the batch before, where the server did, or forget it."""
+        """Commit the previous batch if the server did, or drop it."""
         numbers = arrived.numbers
         if self.pending is None or numbers.get("commit") != self.pending.attempt:
             self._discard()
@@ -247,7 +247,7 @@ class Worker:
             self.shards.spread()
 
     def _discard(self) -> None:
-        """Forget a batch that was not committed."""
+        """Drop a batch that was not committed."""
         if self.pending is not None:
             self.buffers.restore()
             self.pending = None
@@ -255,21 +255,21 @@ class Worker:
         self.factors.clear()
 
     def _state(self, asked: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Buffers, and what this worker knows of parameters that workers update."""
+        """Return buffers, and this worker's state of parameters that workers update."""
         tensors: dict[str, Tensor] = {}
-        wanted = self._owned
+        names = self._owned
         if asked.get("all"):
             tensors |= {PARAMETER + name: buffer for name, buffer in self.front.named_buffers()}
             tensors |= {PARAMETER + name: self.parameters[name] for name in self.built.held_by_workers}
-            wanted |= set(self.built.held_by_workers) - set(self.sharded)
+            names |= set(self.built.held_by_workers) - set(self.sharded)
         if self.optimizer is not None:
             moments = moments_of(self.optimizer, self.model)
-            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in wanted}
+            tensors |= {MOMENT + key: value for key, value in moments.items() if key.rpartition("/")[0] in names}
         return tensors
 
     @property
     def _owned(self) -> set[str]:
-        """Sharded parameters that this worker updates; all of them where it is alone."""
+        """Sharded parameters that this worker updates; all of them if it is alone."""
         return set(self.shards.own) if self.shards is not None else set(self.sharded)
 
     # --- one batch ----------------------------------------------------------------------------------------------------
@@ -290,13 +290,13 @@ class Worker:
             before = torch.get_rng_state()
             results: dict[str, Any] = {}
             if numbers["local"]:
-                results = self._with_loss(rows, index, draws, numbers, counts)
+                results = self._compute_with_loss(rows, index, draws, numbers, counts)
             else:
                 outputs = [
                     self._forward(rows[part], index[part], draws, numbers, i, before) for i, part in enumerate(parts)
                 ]
-                for i, made in enumerate(outputs):
-                    self._backward(made, i, counts, last=i == len(outputs) - 1)
+                for i, output in enumerate(outputs):
+                    self._backward(output, i, counts, last=i == len(outputs) - 1)
             rng = {"rng": torch.get_rng_state()} if numbers["local"] and self.leader and _drew(before) else {}
         self._synchronise(len(rows), int(numbers["most_rows"]))
         squares = self._squares() if self.job.clip_norm is not None else 0.0
@@ -306,7 +306,7 @@ class Worker:
     def _forward(
         self, rows: Tensor, index: Tensor, draws: JoinedDraws, numbers: Mapping[str, Any], chunk: int, before: Tensor
     ) -> tuple[Tensor, ...]:
-        """One micro-batch through the front; its tensors at the cut go to the server."""
+        """Run one micro-batch through the front, and send its tensors at the cut to the server."""
         batch = self._take(rows, int(numbers["epoch"]))
         drawing = draws.rows(index) if self.draws else nullcontext()
         with autocast(self.job, self.device), drawing:
@@ -319,22 +319,22 @@ class Worker:
         return outputs
 
     def _backward(self, outputs: tuple[Tensor, ...], chunk: int, counts: bool, *, last: bool) -> None:
-        """One micro-batch back through the front, with the gradients that the server sends."""
-        wanted = {str(i): output for i, output in enumerate(outputs) if output.requires_grad}
+        """Run one micro-batch back through the front, with the gradients that the server sends."""
+        leaving = {str(i): output for i, output in enumerate(outputs) if output.requires_grad}
         if counts:
             arrived = self._expect("gradients", chunk)
-            gradients = {name: arrived.tensors[name].to(self.device) for name in wanted if name in arrived.tensors}
+            gradients = {name: arrived.tensors[name].to(self.device) for name in leaving if name in arrived.tensors}
         else:
-            gradients = {name: torch.zeros_like(output) for name, output in wanted.items()}
+            gradients = {name: torch.zeros_like(output) for name, output in leaving.items()}
         if last:
             self.sender.begin(self.group)
         if gradients:
-            torch.autograd.backward([wanted[name] for name in gradients], list(gradients.values()))
+            torch.autograd.backward([leaving[name] for name in gradients], list(gradients.values()))
 
-    def _with_loss(
+    def _compute_with_loss(
         self, rows: Tensor, index: Tensor, draws: JoinedDraws, numbers: Mapping[str, Any], counts: bool
     ) -> dict[str, Any]:
-        """The whole network and its loss on this share; the loss counts by its rows."""
+        """Compute the whole network and its loss on this share; the loss is weighted by its rows."""
         batch = self._take(rows, int(numbers["epoch"]))
         with autocast(self.job, self.device), draws.rows(index):
             loss, logs = run_step(self.job, self.model, batch)
@@ -359,7 +359,7 @@ class Worker:
         return arrived
 
     def _synchronise(self, rows: int, most_rows: int) -> None:
-        """Finish the batch: gradients to the server, and sums over all workers of those that they update."""
+        """Finish the batch: send gradients to the server, and sum over all workers those that they update."""
         assert self.pending is not None
         summed = self.sender.finish()
         if self.factors.layers:
@@ -371,13 +371,13 @@ class Worker:
         self.sender.stop()
 
     def _squares(self) -> float:
-        """The square of the norm of gradients that are known here: of each parameter on one worker."""
+        """Return the squared norm of the gradients known here, each parameter counted on one worker."""
         assert self.pending is not None
         total, owned = 0.0, self._owned
         for name, gradient in self.pending.gradients.items():
             if name in owned or (self.leader and name not in self.sharded):
-                both = gradient + self.sums[name] if name in self.sums else gradient
-                total += float(both.double().square().sum())
+                summed = gradient + self.sums[name] if name in self.sums else gradient
+                total += float(summed.double().square().sum())
         return total
 
 
@@ -386,12 +386,12 @@ def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _drew(before: Tensor) -> bool:
-    """Whether random numbers were drawn since."""
+    """Return whether random numbers were drawn since."""
     return not torch.equal(before, torch.get_rng_state())
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Take the settings of a parameter group from the server, whose schedule may have changed them."""
+    """Copy the settings of a parameter group from the server, whose schedule may have changed them."""
     for name, value in options.items():
         if isinstance(group.get(name), Tensor):
             group[name].fill_(value)
