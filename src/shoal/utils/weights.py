@@ -32,9 +32,9 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], *, give: bool = Fal
     """
     for name, buffer in model.named_buffers():
         saved = state.get(name)
-        if is_lazy(buffer) or is_lazy(saved):
+        if not isinstance(saved, Tensor) or is_lazy(saved) or is_lazy(buffer):
             continue  # a lazy module takes the shape by itself
-        if isinstance(saved, Tensor) and saved.shape != buffer.shape:
+        if saved.shape != buffer.shape:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, torch.empty_like(saved, device=buffer.device))
     model.load_state_dict(_given(model, state) if give else state)

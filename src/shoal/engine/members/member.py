@@ -247,10 +247,10 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to resume here, as tensors and plain values; for a member that was written back."""
-        kept = self.saved_state.keeps_schedule and not storable(self.schedule_state)
+        in_python_state = self.saved_state.keeps_schedule and not storable(self.schedule_state)
         return {
             **{name: getattr(self, name) for name in _PLAIN},
-            "schedule_state": None if kept else self.schedule_state,
+            "schedule_state": None if in_python_state else self.schedule_state,
             "history": [dict(row) for row in self.history],
             "validations": [dict(row) for row in self.validations],
             "model": stored(dict(self.model.state_dict())),

@@ -162,9 +162,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 def end_lazy_modules(model: nn.Module) -> None:
     """Give lazy modules that were put back to where they had their weights the class that they then had."""
     for module in model.modules():
-        ended = isinstance(module, LazyModuleMixin) and "_initialize_hook" not in vars(module)
-        if ended and module.cls_to_become is not None:
-            module.__class__ = module.cls_to_become
+        if isinstance(module, LazyModuleMixin) and "_initialize_hook" not in vars(module):
+            module.__class__ = type(module).cls_to_become or type(module)
 
 
 def _is_torchs(scheduler: Any) -> bool:
