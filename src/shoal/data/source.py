@@ -128,7 +128,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return True
     rows = max(1, COMPARED_BYTES * len(a) // max(1, a.nbytes))
-    pairs = zip(a.split(rows), b.split(rows), strict=True)
+    pairs = zip(torch.split(a, rows), torch.split(b, rows), strict=True)
     return all(_bits(x.to(b.device)).equal(_bits(y)) for x, y in pairs)
 
 
