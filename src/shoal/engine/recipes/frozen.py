@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from shoal.engine.members.member import Member
@@ -105,6 +105,15 @@ def _written(trace: Trace) -> set[int]:
     return written | (set(range(len(trace.params), owned)) - unchanged)
 
 
+def alike_in_all(models: Sequence[nn.Module], trace: Trace) -> frozenset[int]:
+    """Of the parameters, then buffers of a trace: those that are equal in all of these models."""
+    named = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
+    names = enumerate((*trace.params, *trace.buffers))
+    return frozenset(
+        place for place, name in names if all(_equal(named[0][name].detach(), x[name].detach()) for x in named[1:])
+    )
+
+
 def _state(recipe: Recipe, places: Sequence[int]) -> list[Tensor]:
     trace = next(iter(recipe.steps.values()))
     model = recipe.member.model
@@ -115,7 +124,7 @@ def _state(recipe: Recipe, places: Sequence[int]) -> list[Tensor]:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, so that zeros of different signs and NaNs are told apart."""
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or a.layout != torch.strided:
         return False
     same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
     return same or _bits(a).equal(_bits(b))

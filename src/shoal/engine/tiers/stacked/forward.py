@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.step import evaluating
 from shoal.engine.proof.cases import stacked_state
 from shoal.engine.proof.prove import prove_evaluation
+from shoal.engine.recipes.frozen import alike_in_all
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Evaluation, TraceCache
 from shoal.engine.rules.op_context import NotStackable
@@ -29,15 +30,17 @@ def evaluation_program(
     batch: Any,
     trace_cache: TraceCache,
     device: torch.device,
+    shared: frozenset[int],
 ) -> Program | None:
-    """The eval-mode program of these models on a batch that they share; `rows`: the model of each row of the stack.
+    """The eval-mode program of these models on a batch that they share; `rows`: the model of each row of the stack;
+    `shared`: of parameters, then buffers, those that all of them have in common: what comes of these is computed once.
 
     None where it cannot be stacked, draws random numbers, or writes to parameters (an embedding with max_norm), which
     belong to the members' own models.
     """
     try:
         flags = [False] * len(pytree.tree_leaves(batch))
-        program = trace_cache.program([traces[row] for row in rows], flags, device)
+        program = trace_cache.program([traces[row] for row in rows], flags, device, shared)
         prove_evaluation(models, whats, traces, batch, trace_cache)
     except (NotStackable, Untraceable):
         return None
@@ -64,6 +67,7 @@ class Forward:
         self.device = device
         self._trace_cache = TraceCache()
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
+        self._shared: dict[tuple[int, ...], frozenset[int]] = {}
         self._homes: dict[int, torch.device] = {}
         self._most = max(1, len(self.models))
         """Models that memory holds at once, as far as is known."""
@@ -126,11 +130,16 @@ class Forward:
         models, rows = [self.models[place] for place in places], range(len(places))
         whats = [self.whats[place] for place in places]
         device = self.device or next(models[0].parameters()).device
-        program = evaluation_program(models, whats, traces, rows, batch, self._trace_cache, device)
+        key = tuple(places)
+        if key not in self._shared:
+            self._shared[key] = alike_in_all(models, traces[0])
+        program = evaluation_program(
+            models, whats, traces, rows, batch, self._trace_cache, device, self._shared[key]
+        )  # fmt: skip
         if program is None:
             return None
         try:
-            return self._run(program, tuple(places), traces[0], batch, device)
+            return self._run(program, key, traces[0], batch, device)
         except Exception as error:
             if context_lost(error):
                 raise
@@ -144,13 +153,15 @@ class Forward:
 
     def _run(self, program: Program, places: tuple[int, ...], trace: Trace, batch: Any, device: torch.device) -> Any:
         if places not in self._states:
-            stacked = stacked_state([self.models[place] for place in places], trace)
-            self._states[places] = [tensor.to(device) for tensor in stacked]
+            stacked = stacked_state([self.models[place] for place in places], trace, self._shared[places])
+            on_device = [tensor.to(device) for tensor in stacked]
+            self._states[places] = [tensor.expand(len(places), *tensor.shape[1:]) for tensor in on_device]
         state, count = self._states[places], len(trace.params)
         state = [*state[:count], *(buffer.clone() for buffer in state[count:])]  # eval mode may still write to buffers
         self.calls += 1
         with torch.no_grad(), autocast(self.whats[places[0]].precision, device):
-            return program(state, pytree.tree_leaves(batch), lambda index: torch.empty(0))[0]
+            outputs = program(state, pytree.tree_leaves(batch), lambda index: torch.empty(0))[0]
+        return pytree.tree_map_only(Tensor, _with_own_rows, outputs)
 
     def _alone(self, place: int, batch: Any) -> Any:
         model, what = self.models[place], self.whats[place]
@@ -162,6 +173,11 @@ class Forward:
             model.to(device)
         with evaluating(model), autocast(what.precision, device):
             return evaluated(model, lambda: what.call(model, batch))[0]
+
+
+def _with_own_rows(output: Tensor) -> Tensor:
+    """An output in which each member has memory of its own, also where it was computed once for all."""
+    return output.contiguous() if output.dim() and not output.stride(0) else output
 
 
 def joined(outputs: list[Any]) -> Any:
