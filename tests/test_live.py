@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, SequentialLR, StepLR
 from torch.utils import _pytree as pytree
+from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.engine.runtime.commands import Controls, EndedError
 from shoal.engine.runtime.planning_context import PlanningContext
+from shoal.engine.runtime.run import Run
 from shoal.reporting.events import Event
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -351,6 +353,30 @@ def test_a_job_that_leaves_the_program() -> None:
         with pytest.raises(SystemExit, match="bye"):
             run.add(job("b", model=leave))
         assert run.status()["a"][0] == "running"
+
+
+def test_data_that_the_run_has_is_not_put_there_again() -> None:
+    def sources(run: Run) -> list[tuple[Any, Any]]:
+        return [(member.data.source, member.val and member.val.source) for member in run.all_members]
+
+    rows = TensorDataset(X.clone(), Y.clone())
+    other = X.clone()
+    other[-1, -1] += 1
+    orders: list[Callable[[shoal.LiveRun], object]] = [
+        lambda run: run.add(job("same tensors", val=(X, Y))),
+        lambda run: run.add(job("same numbers", data=rows)),
+        lambda run: run.add(job("other numbers", data=(other, Y))),
+        lambda run: run.add(job("same other numbers", data=(other.numpy(), Y.numpy()))),
+        lambda run: run.add(job("only inputs", data=(X,), loss=None, step=lambda net, batch: net(batch[0]).sum())),
+        lambda run: run.clone("a", "clone", hparams={"lr": 0.02}),
+        lambda run: run._controls.give(sources).result(),
+    ]
+    answers, found = ordered([job("a", epochs=12)], 2, *orders)
+    first, same_tensors, same_numbers, others, same_others, inputs, clone = answers[-1]
+    assert same_tensors[0] is same_tensors[1] is same_numbers[0] is clone[0] is first[0]
+    assert others[0] is same_others[0] is not first[0] and inputs[0] is not first[0]
+    expected = trained(job("same numbers", data=(X, Y)), job("other numbers", data=(other, Y)))
+    assert all(same(found[one.name], one) for one in expected)
 
 
 def test_progress_knows_newcomers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,9 @@ class View:
 class Pool:
     """Opens data for a device, once for each distinct data set and each distinct tensor."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, known: Sequence[Source] = ()) -> None:
+        """`known`: data that is there already, and is taken for data with the same numbers."""
+        self.device, self._known = device, [source for source in known if isinstance(source, TensorSource)]
         self._sources: dict[Any, Source] = {}
         self._arrays: dict[Any, tuple[np.ndarray[Any, Any], Tensor]] = {}
         self._moved: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -120,7 +121,9 @@ class Pool:
         leaves, spec = tensor_leaves(data, self._array)
         key = (str(spec), *(_identity(leaf) for leaf in leaves))
         if key not in self._sources:
-            self._sources[key] = TensorSource([self._move(leaf) for leaf in leaves], spec, self.device, note)
+            source = next((source for source in self._known if source.holds(leaves, spec)), None)
+            moved = [] if source is not None else [self._move(leaf) for leaf in leaves]
+            self._sources[key] = source or TensorSource(moved, spec, self.device, note)
         return self._sources[key]
 
     def _array(self, array: np.ndarray[Any, Any]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import JobError
 from shoal.utils.numpy_values import tensor_of
+
+COMPARED_BYTES = 64 << 20
+"""Of a tensor that is compared with one on another device: how much of it is moved there at a time."""
 
 
 class Source(ABC):
@@ -80,6 +83,14 @@ class TensorSource(Source):
             taken = [leaf.index_select(0, chunk) for leaf in self.leaves]
             yield tuple(taken) if flat else pytree.tree_unflatten(taken, self.spec)
 
+    def holds(self, leaves: Sequence[Tensor], spec: pytree.TreeSpec) -> bool:
+        """Whether it has the numbers of these tensors, bit for bit."""
+        kinds = [[(leaf.shape, leaf.dtype, leaf.layout) for leaf in each] for each in (leaves, self.leaves)]
+        if spec != self.spec or kinds[0] != kinds[1]:
+            return False
+        mine, theirs = ([part for leaf in each for part in parts(leaf)] for each in (self.leaves, leaves))
+        return all(_same_bits(a, b) for a, b in zip(theirs, mine, strict=True))
+
     def whole(self) -> Any:
         """All rows, without a copy."""
         return pytree.tree_unflatten(self.leaves, self.spec)
@@ -108,6 +119,21 @@ def parts(leaf: Tensor) -> tuple[Tensor, ...]:
     if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
         return leaf.ccol_indices(), leaf.row_indices(), leaf.values()
     return (leaf,)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same bits. Where they are on different devices, a part is moved at a time."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return True
+    rows = max(1, COMPARED_BYTES * len(a) // max(1, a.nbytes))
+    pairs = zip(torch.split(a, rows), torch.split(b, rows), strict=True)
+    return all(_bits(x.to(b.device)).equal(_bits(y)) for x, y in pairs)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _flat_tuple(length: int) -> pytree.TreeSpec:

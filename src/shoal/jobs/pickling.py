@@ -19,10 +19,7 @@ class LeftOut:
         self.job, self.field = job, field
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ShoalError(
-            f"{self.field!r} of job {self.job!r} was left out when its result was pickled; "
-            "pass it again, or pickle a job whose functions are those of a module"
-        )
+        raise ShoalError(f"{self.field!r} of job {self.job!r} was left out when its result was pickled; give it again")
 
     def __repr__(self) -> str:
         return "<left out by pickle>"

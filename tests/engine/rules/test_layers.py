@@ -14,7 +14,12 @@ from tests.engine.rules.layers import ACTIVATIONS, INPUTS, LAYERS, LONG_TAIL, TA
 from torch import Tensor, nn
 
 import shoal
+from shoal.engine.tiers.stacked.forward import Forward
 
+WEIGHTED = (
+    "Linear", "Bilinear", "Conv2d", "ConvTranspose2d", "BatchNorm2d", "LayerNorm", "GroupNorm", "Embedding", "LSTM",
+    "GRUCell", "TransformerEncoderLayer", "PReLU",
+)  # fmt: skip
 COMMON = (nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Softplus)
 
 
@@ -59,3 +64,22 @@ def test_activation_trains_as_it_does_alone(kind: type[nn.Module]) -> None:
         return nn.Sequential(nn.Linear(6, 8), kind(), nn.Linear(8, 5), kind())
 
     assert_as_alone(jobs(body, INPUTS["rows"]))
+
+
+@pytest.mark.parametrize("name", slowly(LAYERS, WEIGHTED.__contains__))
+def test_layer_predicts_as_alone_where_members_have_weights_in_common(name: str) -> None:
+    """Some of the weights, drawn, are equal in all members: what comes of them alone is computed once."""
+    layer, draw = LAYERS[name], torch.Generator().manual_seed(4)
+    inputs = INPUTS[layer.inputs]
+    for share in (0.5, 0.5, 1.0):
+        models = [with_head(layer.build, inputs).eval() for _ in range(3)]
+        columns = list(zip(*([*model.parameters(), *model.buffers()] for model in models), strict=True))
+        with torch.no_grad():
+            for column in columns:
+                alike = float(torch.rand((), generator=draw)) < share
+                for tensor in column if column[0].is_floating_point() else ():
+                    tensor.add_(0.2 * torch.rand(tensor.shape, generator=draw).to(tensor))
+                    tensor.copy_(column[0] if alike else tensor)
+            expected = torch.stack([model(inputs) for model in models])
+            outputs = Forward(models)((inputs,))
+        assert outputs.is_contiguous() and (outputs - expected).abs().max() < 1e-12

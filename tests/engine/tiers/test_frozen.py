@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.engine.loop import run
 from tests.engine.tiers.captured import host_kernels
 from tests.engine.tiers.captured.test_captured_on_cpu import OnCpu, as_on_a_gpu, train  # noqa: F401
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
 from shoal.engine.proof.group import Group, group
@@ -20,6 +22,9 @@ from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.captured import _step
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.unit import CapturedUnit
+from shoal.engine.tiers.evaluate import evaluate
+from shoal.engine.tiers.stacked.forward import Forward
+from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.preparation.checks import prepare
 
 IMAGES, TOKENS, TARGETS = numbers(3, 20, 2, 6, 6), whole(6, 11, 20, 5), whole(8, 3, 20)
@@ -173,6 +178,40 @@ def test_shared_weights_are_in_memory_once_and_run_once() -> None:
     carried = [str(node.target) for node in trace.nodes if node in program._carries and node.op == "call_function"]
     assert not any("conv2d" in name or "batch_norm" in name or "gelu" in name for name in carried)
     assert any("linear" in name for name in carried)
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts convolutions, by the shapes of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self.weights.append(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_validation_and_predictions_run_the_base_once() -> None:
+    listed = jobs(lambda _: Backbone(), IMAGES, data_seed=5, metrics={"accuracy": _accuracy})
+    (alike,) = groups(listed)
+    unit = StackedUnit(alike.recipes, TraceCache(share=True))
+    first = evaluate(unit, list(range(len(listed))))
+    with Convolutions() as seen:
+        assert evaluate(unit, list(range(len(listed)))) == first
+    assert seen.weights == [(4, 2, 3, 3)] * 3  # 20 rows in batches of 8, whatever the number of members
+
+    models = [member.model.eval() for member in alike.members]
+    with Forward(models) as forward:
+        expected, together = torch.stack([model(IMAGES) for model in models]), forward((IMAGES,))
+        with Convolutions() as seen:
+            again = forward((IMAGES,))
+        assert seen.weights == [(4, 2, 3, 3)] and torch.equal(again, together)
+        assert (together - expected).abs().max() < 1e-12
+        features = Forward([model.features for model in models])((IMAGES,))
+    assert features.is_contiguous()  # each member's output is its own, also where it was computed once
+    assert torch.equal(features[0], features[1])
 
 
 def test_members_with_other_frozen_weights_are_other_stacks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -188,7 +188,9 @@ def in_float64(wide: bool, run: Callable[..., _T], *args: Any) -> _T:
         raise
 
 
-def stacked_state(models: Sequence[nn.Module], trace: Trace) -> list[Tensor]:
-    """Stack the parameters and buffers of these models, in the trace's order."""
+def stacked_state(models: Sequence[nn.Module], trace: Trace, shared: Collection[int] = ()) -> list[Tensor]:
+    """Stack the parameters and buffers of these models, in the trace's order; at the indices in `shared` only the first
+    model's."""
     named = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
-    return [torch.stack([tensors[name].detach() for tensors in named]) for name in (*trace.params, *trace.buffers)]
+    names = enumerate((*trace.params, *trace.buffers))
+    return [torch.stack([x[name].detach() for x in (named[:1] if i in shared else named)]) for i, name in names]

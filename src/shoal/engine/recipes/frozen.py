@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from shoal.engine.members.member import Member
@@ -107,6 +107,15 @@ def _written(trace: Trace) -> set[int]:
     buffers_after = outputs[len(outputs) - len(trace.buffers) :] if trace.buffers else []
     unchanged = {place[node] for node in buffers_after if node in place}
     return written | (set(range(len(trace.params), owned)) - unchanged)
+
+
+def alike_in_all(models: Sequence[nn.Module], trace: Trace) -> frozenset[int]:
+    """Return the indices of the trace's parameters and buffers that are equal in all of these models."""
+    named = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
+    names = enumerate((*trace.params, *trace.buffers))
+    return frozenset(
+        i for i, name in names if all(same_bits(named[0][name].detach(), x[name].detach()) for x in named[1:])
+    )
 
 
 def _state(recipe: Recipe, indices: Sequence[int]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shoal.data import Pool
 from shoal.engine.members.changing import (
     BATCHES,
     FRESH,
@@ -54,7 +55,9 @@ def new_member(run: Run, job: Job, instead: Member | None = None) -> Member:
     named = job if job.name else dataclasses.replace(job, name=f"job-{index}")
     if any(member.name == named.name for member in run.all_members if member is not instead):
         raise JobError(f"job {named.name!r}: the run has a job of this name; give it another")
-    member = prepare([named], run.planning.device)[0]
+    views = [view for other in run.all_members for view in (other.data, other.val) if view is not None]
+    pool = Pool(run.planning.device, list(dict.fromkeys(view.source for view in views)))
+    member = prepare([named], run.planning.device, pool)[0]
     member.index = index
     return member
 

@@ -51,7 +51,7 @@ class EvaluationPrograms:
             except Untraceable:
                 return None
             self._programs[key] = evaluation_program(
-                models, whats, self._traces[key], stack.rows, batch, trace_cache, stack.device
+                models, whats, self._traces[key], stack.rows, batch, trace_cache, stack.device, stack.shared
             )
         return self._programs[key]
 

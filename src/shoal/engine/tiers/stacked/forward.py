@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.step import evaluating
 from shoal.engine.proof.cases import stacked_state
 from shoal.engine.proof.prove import prove_evaluation
+from shoal.engine.recipes.frozen import alike_in_all
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Evaluation, TraceCache
 from shoal.engine.rules.op_context import NotStackable
@@ -29,6 +30,7 @@ def evaluation_program(
     batch: Any,
     trace_cache: TraceCache,
     device: torch.device,
+    shared: frozenset[int],
 ) -> Program | None:
     """Return the eval-mode program of these models on a batch that they share; None if there is none.
 
@@ -37,10 +39,12 @@ def evaluation_program(
 
     Args:
         rows: The index of the model in each row of the stack.
+        shared: The indices of parameters and buffers that are equal in all models. What depends only on these and on
+            the batch is computed once.
     """
     try:
         flags = [False] * len(pytree.tree_leaves(batch))
-        program = trace_cache.program([traces[row] for row in rows], flags, device)
+        program = trace_cache.program([traces[row] for row in rows], flags, device, shared)
         prove_evaluation(models, whats, traces, batch, trace_cache)
     except (NotStackable, Untraceable):
         return None
@@ -72,6 +76,7 @@ class Forward:
         self.device = device
         self._trace_cache = TraceCache()
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
+        self._shared: dict[tuple[int, ...], frozenset[int]] = {}
         self._homes: dict[int, torch.device] = {}
         self._most = max(1, len(self.models))
         """The most models that fit in memory at once, as far as is known."""
@@ -135,11 +140,16 @@ class Forward:
         models, rows = [self.models[index] for index in indices], range(len(indices))
         whats = [self.whats[index] for index in indices]
         device = self.device or next(models[0].parameters()).device
-        program = evaluation_program(models, whats, traces, rows, batch, self._trace_cache, device)
+        key = tuple(indices)
+        if key not in self._shared:
+            self._shared[key] = alike_in_all(models, traces[0])
+        program = evaluation_program(
+            models, whats, traces, rows, batch, self._trace_cache, device, self._shared[key]
+        )  # fmt: skip
         if program is None:
             return None
         try:
-            return self._run(program, tuple(indices), traces[0], batch, device)
+            return self._run(program, key, traces[0], batch, device)
         except Exception as error:
             if context_lost(error):
                 raise
@@ -153,13 +163,15 @@ class Forward:
 
     def _run(self, program: Program, indices: tuple[int, ...], trace: Trace, batch: Any, device: torch.device) -> Any:
         if indices not in self._states:
-            stacked = stacked_state([self.models[i] for i in indices], trace)
-            self._states[indices] = [tensor.to(device) for tensor in stacked]
+            stacked = stacked_state([self.models[i] for i in indices], trace, self._shared[indices])
+            on_device = [tensor.to(device) for tensor in stacked]
+            self._states[indices] = [tensor.expand(len(indices), *tensor.shape[1:]) for tensor in on_device]
         state, count = self._states[indices], len(trace.params)
         state = [*state[:count], *(buffer.clone() for buffer in state[count:])]  # eval mode may still write to buffers
         self.calls += 1
         with torch.no_grad(), autocast(self.whats[indices[0]].precision, device):
-            return program(state, pytree.tree_leaves(batch), lambda index: torch.empty(0))[0]
+            outputs = program(state, pytree.tree_leaves(batch), lambda index: torch.empty(0))[0]
+        return pytree.tree_map_only(Tensor, _with_own_rows, outputs)
 
     def _alone(self, index: int, batch: Any) -> Any:
         model, what = self.models[index], self.whats[index]
@@ -171,6 +183,11 @@ class Forward:
             model.to(device)
         with evaluating(model), autocast(what.precision, device):
             return evaluated(model, lambda: what.call(model, batch))[0]
+
+
+def _with_own_rows(output: Tensor) -> Tensor:
+    """Give each member its own memory in an output that was computed once for all members."""
+    return output.contiguous() if output.dim() and not output.stride(0) else output
 
 
 def joined(outputs: list[Any]) -> Any:
