@@ -116,7 +116,7 @@ def tune(
         mirror = _mirror(storage, study_name, question, None if out is None else written["run"])
         search = TrialSearch(
             question.jobs, question.goal, question.scheduler, question.sampler, question.objectives.names, journal,
-            [] if mirror is None else [mirror], trials,
+            mirror, trials,
         )  # fmt: skip
         if mirror is not None:
             for previous in mirror.previous():

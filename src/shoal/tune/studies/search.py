@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,16 +28,11 @@ from shoal.tune.studies.jobs import Jobs
 from shoal.tune.studies.journal import Journal
 from shoal.tune.trial import State, Trial
 
+if TYPE_CHECKING:
+    from shoal.tune.optuna_storage import OptunaStorage
+
 ENDS: dict[str, State] = {"done": "complete", "stopped": "complete", "diverged": "failed", "failed": "failed"}
 """What a member's end is to its trial, where the scheduler did not end it."""
-
-
-class Observer(Protocol):
-    """Follows the trials of a study, as a storage or a display does."""
-
-    def begin(self, trial: Trial) -> None: ...
-    def report(self, trial: Trial, epoch: int, value: float) -> None: ...
-    def finish(self, trial: Trial) -> None: ...
 
 
 class TrialSearch:
@@ -51,14 +46,15 @@ class TrialSearch:
         sampler: Sampler,
         metrics: Sequence[str],
         journal: Journal,
-        observers: Sequence[Observer] = (),
+        mirror: OptunaStorage | None = None,
         trials: Sequence[Trial] = (),
     ) -> None:
-        """`metrics`: trials are compared by the first of them. `trials`: those of the study that is resumed."""
+        """`metrics`: trials are compared by the first of them. `mirror`: where all that happens is written too.
+        `trials`: those of the study that is resumed."""
         self.jobs, self.goal, self.scheduler, self.sampler = jobs, goal, scheduler, sampler
         self.metric, self._metrics = metrics[0], tuple(metrics)
         self.trials = list(trials)
-        self._journal, self._observers = journal, observers
+        self._journal, self._mirror = journal, mirror
         self._members: dict[int, Member] = {}
         """By a trial's number; those whose job could not be made have none."""
         self._rows: dict[int, int] = {}
@@ -129,7 +125,8 @@ class TrialSearch:
         """Write down trials that have begun, before the run has their jobs."""
         self._journal.write(begun)
         for trial in begun:
-            self._tell_observers("begin", trial)
+            if self._mirror is not None:
+                self._mirror.begin(trial)
             if trial.ended:
                 self._finish(trial)
 
@@ -219,8 +216,8 @@ class TrialSearch:
         if epoch in trial.values:
             return False
         trial.values[epoch] = float(row[self.metric])
-        for observer in self._observers:
-            observer.report(trial, epoch, trial.values[epoch])
+        if self._mirror is not None:
+            self._mirror.report(trial, epoch, trial.values[epoch])
         return True
 
     def _note_objectives(self, trial: Trial, member: Member) -> None:
@@ -238,11 +235,8 @@ class TrialSearch:
 
     def _finish(self, trial: Trial) -> None:
         self.sampler.tell(trial)
-        self._tell_observers("finish", trial)
-
-    def _tell_observers(self, what: str, trial: Trial) -> None:
-        for observer in self._observers:
-            getattr(observer, what)(trial)
+        if self._mirror is not None:
+            self._mirror.finish(trial)
 
     # --- decisions ------------------------------------------------------------------------------------------------
 
