@@ -16,7 +16,7 @@ from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource
 from shoal.engine.members.building import build_member, give_own_networks, names
 from shoal.engine.members.member import Member, draws
-from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
+from shoal.engine.members.optimizers import drawn_by_optimizer, make_optimizer, make_schedule, trying
 from shoal.engine.members.step import number
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns
@@ -124,13 +124,19 @@ def member_problems(members: list[Member]) -> list[str]:
     lines: list[str] = []
     dry: dict[Any, tuple[list[str], set[str]]] = {}
     drawing: dict[Any, bool] = {}
+    optimizers: dict[int, bool] = {}
+    """Whether they draw from `random` or `numpy.random`."""
     for member in members:
         with trying(member.job):
             problems = [*batch_problems(member), *optimizer_problems(member), *average_problems(member)]
             key = likeness(member)
             if key not in dry:
                 dry[key] = dry_run(member) if not problems else ([], set())
-            member.modules.used = drawing.setdefault(key, member.modules.used)
+            used = drawing.setdefault(key, member.modules.used)
+            kind = id(member.job.optimizer)
+            if kind not in optimizers and not problems:
+                optimizers[kind] = drawn_by_optimizer(member.job, member.model)[1]
+            member.modules.used = used or optimizers.get(kind, False)
         mistakes, columns = dry[key]
         problems += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
         lines += [f"job {member.name!r}: {line}" for line in problems]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +18,7 @@ from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
+from shoal.utils.random_state import restored
 
 
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
@@ -28,6 +31,22 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     if has_modes(optimizer):
         set_mode(optimizer, "train")
     return optimizer
+
+
+def drawn_by_optimizer(job: Job, model: nn.Module) -> tuple[bool, bool]:
+    """Whether a step of the job's optimizer, tried on a copy of the network, draws from torch's generator, and whether
+    it draws from `random` or `numpy.random`."""
+    if str(getattr(job.optimizer, "__module__", "")).startswith("torch."):
+        return False, False
+    with restored() as modules, torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        with suppress(Exception):  # training says what is the matter
+            twin = copy.deepcopy(model)
+            optimizer = make_optimizer(job, twin)
+            for parameter in twin.parameters():
+                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+        return not torch.equal(torch.get_rng_state(), before), modules.moved()
 
 
 def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:

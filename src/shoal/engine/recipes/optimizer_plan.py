@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member, draws
-from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
+from shoal.engine.members.optimizers import drawn_by_optimizer, make_optimizer, make_schedule, trying
 from shoal.engine.optim.hparams import split_hparams, structure
 from shoal.engine.optim.kinds import needs_closure
 from shoal.engine.optim.rule import Flags
@@ -136,6 +136,8 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     is_plain = not _its_own(fresh) and not any(map(_narrow, fresh.param_groups))
     splits = [split_hparams(kind, group) if is_plain else None for group in settings]
     if any(split is None for split in splits):
+        if any(drawn_by_optimizer(job, model)):
+            raise Untraceable(f"its optimizer {kind.__name__} draws random numbers")
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
     trial_runner = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)

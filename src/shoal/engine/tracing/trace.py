@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 import shoal
 from shoal.engine.python_state.module_modes import change_by_eval
 from shoal.engine.python_state.places import say
+from shoal.engine.tracing._constants import Constants
 from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.errors import describe
@@ -185,7 +186,8 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
         traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
-        out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
+        with Constants():
+            out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
         if checks:
             (loss, logs), after = out
             out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by one, or by zero
