@@ -1,8 +1,8 @@
-"""Items of a Dataset, read so that what a random one gives depends on the job alone.
+"""Read the items of a Dataset so that random ones depend on the job alone.
 
-An item is read under a seed of its own, a function of (data seed, epoch, row): torch's, numpy's and python's global
-generators, and those that the Dataset keeps itself, are seeded for it and put back afterwards. So it does not matter
-how many workers read, in which order, or which other jobs read the same Dataset.
+An item is read under its own seed, a function of (data seed, epoch, row): the global generators of torch, numpy and
+Python, and those that the Dataset holds, are seeded for it and restored afterwards. So it does not matter how many
+workers read, in which order, or which other jobs read the same Dataset.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.errors import ROW_NOTE
 from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, get_state, restored
 
 MOST_OBJECTS, MOST_ITEMS = 10_000, 200
-"""How far a Dataset is searched for generators: so many objects, so many things that each of them holds."""
+"""How far a Dataset is searched for generators: the most objects, and the most references of each."""
 
 _PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, types.ModuleType)
 
@@ -35,14 +35,14 @@ class Items:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.generators = [(generator, _salt(generator)) for generator in generators_of(dataset)]
-        """The Dataset's own, each with what tells two that were seeded differently apart."""
+        """The Dataset's own generators, each with a salt that distinguishes those that were seeded differently."""
 
     @property
     def _all(self) -> list[Generator]:
         return [torch.default_generator, NUMPY, PYTHON, *(generator for generator, _ in self.generators)]
 
     def __call__(self, row: int, seed: int, epoch: int) -> Any:
-        """Read an item, with all generators seeded by (seed, epoch, row), and put them back after."""
+        """Read an item with all generators seeded by (seed, epoch, row), and restore them afterwards."""
         with restored(self._all):
             torch.default_generator.manual_seed(word(seed, epoch, row))
             NUMPY.seed(word(seed, epoch, row) & 0xFFFFFFFF)
@@ -56,24 +56,24 @@ class Items:
                 raise
 
     def plain(self, row: int) -> Any | None:
-        """Read an item; None where it is not made of tensors and numbers, or where reading it drew at random."""
+        """Read an item; None if it does not consist of tensors and numbers, or reading it drew random numbers."""
         with restored(self._all) as before:
             item = self.dataset[row]
             drew = before.moved()
-        plain = isinstance(item, (tuple, list, dict, Tensor)) and all(
+        is_plain = isinstance(item, (tuple, list, dict, Tensor)) and all(
             isinstance(leaf, (Tensor, np.ndarray, np.generic, int, float)) for leaf in pytree.tree_leaves(item)
         )
-        return item if plain and not drew else None
+        return item if is_plain and not drew else None
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two items hold the same numbers, as far as they are tensors, arrays, numbers and strings."""
+    """Return whether two items hold the same values, as far as they are tensors, arrays, numbers and strings."""
     leaves_a, spec_a = pytree.tree_flatten(a)
     leaves_b, spec_b = pytree.tree_flatten(b)
-    return bool(spec_a == spec_b) and all(_alike(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
+    return bool(spec_a == spec_b) and all(_same_leaf(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
 
 
-def _alike(x: Any, y: Any) -> bool:
+def _same_leaf(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.layout != torch.strided or y.layout != torch.strided:
             x, y = x.to_dense(), y.to_dense()
@@ -85,43 +85,45 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def generators_of(*readers: Any) -> list[Generator]:
-    """Random generators that reading these (a Dataset, a DataLoader, a sampler) may draw from, besides the global ones:
-    those they keep in attributes, lists, transforms and closures, and those that their functions know as globals."""
+    """Return random generators that reading these (a Dataset, DataLoader or sampler) may use, besides the global ones.
+
+    These are generators in attributes, lists, transforms and closures, and in globals of their functions.
+    """
     generators: list[Generator] = []
-    seen = {id(torch.default_generator), id(PYTHON), id(NUMPY)}
+    visited = {id(torch.default_generator), id(PYTHON), id(NUMPY)}
     methods = ("__getitem__", "__getitems__", "__iter__")
-    waiting: deque[Any] = deque(readers)
-    waiting.extend(getattr(type(reader), name, None) for reader in readers for name in methods)
-    while waiting and len(seen) < MOST_OBJECTS:
-        value = waiting.popleft()
-        if id(value) in seen or isinstance(value, _PLAIN):
+    to_visit: deque[Any] = deque(readers)
+    to_visit.extend(getattr(type(reader), name, None) for reader in readers for name in methods)
+    while to_visit and len(visited) < MOST_OBJECTS:
+        value = to_visit.popleft()
+        if id(value) in visited or isinstance(value, _PLAIN):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, random.SystemRandom):
             continue  # it has no state
         if isinstance(value, GENERATORS):
             generators.append(value)
         else:
-            waiting.extend(_inside(value))
+            to_visit.extend(_references(value))
     return generators
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """What an object holds; of a function's globals, generators alone."""
+def _references(value: Any) -> Iterator[Any]:
+    """Yield what an object references; of a function's globals, only generators."""
     if isinstance(value, types.FunctionType):
-        known = (value.__globals__.get(name) for name in value.__code__.co_names)
+        used_globals = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield from (*(value.__closure__ or ()), *(value.__defaults__ or ()))
-        yield from (one for one in known if isinstance(one, GENERATORS))
+        yield from (value_used for value_used in used_globals if isinstance(value_used, GENERATORS))
         return
     yield from gc.get_referents(value)[:MOST_ITEMS]
-    yield getattr(value, "__self__", None)  # a method that is not Python's
+    yield getattr(value, "__self__", None)  # the object of a built-in method
     for kind in type(value).__mro__:
         if "__call__" in vars(kind) and isinstance(vars(kind)["__call__"], types.FunctionType):
             yield vars(kind)["__call__"]
 
 
 def word(*parts: object) -> int:
-    """A seed of 64 bits from these numbers and names."""
+    """Return a 64-bit seed from these numbers and names."""
     text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -137,6 +139,7 @@ def seed_generator(generator: Generator, seed: int) -> None:
 
 
 def _salt(generator: Generator) -> str:
+    """Return a hash of the generator's current state."""
     state = get_state(generator)
     data = state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,8 +1,8 @@
-"""One pass over a DataLoader, for all that are at the same epoch of it.
+"""One pass over a DataLoader for all members that are at the same epoch of it.
 
-Everything that the pass may draw from is seeded when it begins: torch's, numpy's and Python's global generators and
-those that the loader reaches itself. In between, it has them in the states in which it left them. So what it reads
-depends on the seed and the epoch alone, and no other random stream is moved.
+All generators that the pass may use are seeded when it begins: the global ones of torch, numpy and Python, and those
+that the loader reaches. Between its reads their states are saved and restored. So what it reads depends only on the
+seed and the epoch, and no other random stream is affected.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shoal.utils.locks import one_at_a_time
 from shoal.utils.random_state import NUMPY, PYTHON, Generator, get_state, restored, set_state
 
 MOST_AHEAD = 24
-"""Batches that are held for readers that are behind; one that is further behind reads by itself."""
+"""The most batches that are kept for slower readers; a reader that is further behind reads by itself."""
 HELD_BACK = 2
-"""Batches that are held after all have read them: a member that leaves its unit repeats its last one."""
+"""Batches that are kept after all have read them, since a member that leaves its unit repeats its last one."""
 GLOBAL = 3
-"""Generators that come first in a list of a loader's: those of torch, numpy and Python that all share."""
+"""The number of generators at the start of a loader's list that are global: those of torch, numpy and Python."""
 
 
 class Loader:
@@ -43,15 +43,15 @@ class Loader:
     def __init__(self, loader: DataLoader[Any], device: torch.device, what: str) -> None:
         self.loader, self.device, self.what = loader, device, what
         self.parts = [*_parts(loader), loader.collate_fn]
-        own = generators_of(loader, *self.parts)
-        self.generators: list[Generator] = [torch.default_generator, NUMPY, PYTHON, *own]
+        own_generators = generators_of(loader, *self.parts)
+        self.generators: list[Generator] = [torch.default_generator, NUMPY, PYTHON, *own_generators]
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        """Start to iterate it."""
+        """Start to iterate over it."""
         loader, pins = self.loader, self.loader.pin_memory and self.device.type != "cpu"
         if loader.persistent_workers or loader.pin_memory != pins:
-            # workers would continue in the random states that the epoch before left; pinned memory is a GPU's, which
-            # this process may not have touched: see `engine/runtime/guard.py`
+            # persistent workers would continue with the random states of the previous epoch; pinning memory would use
+            # the GPU, which this process may have to avoid: see `engine/runtime/guard.py`
             loader = copy.copy(loader)
             loader.__dict__.update(persistent_workers=False, _iterator=None, pin_memory=pins)
         for part in _parts(loader):
@@ -59,12 +59,12 @@ class Loader:
             if callable(set_epoch):
                 set_epoch(epoch)
         with _without_interrupts(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; workers touch none of theirs
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; workers use nothing of theirs
             return iter(loader)
 
     def move(self, batch: Any) -> Any:
-        """The batch on the device."""
-        _know(batch)
+        """Return the batch on the device."""
+        _register_user_dict(batch)
         return batch if self.device.type == "cpu" else pytree.tree_map(self._move, batch)
 
     def _move(self, leaf: Any) -> Any:
@@ -74,45 +74,46 @@ class Loader:
 
 
 class Reading:
-    """The batches of one epoch, each read once and held until the slowest reader has it."""
+    """The batches of one epoch, each read once and kept until the slowest reader has read it."""
 
     def __init__(self, loader: Loader, seed: int, epoch: int) -> None:
         self.loader, self.seed, self.epoch = loader, seed, epoch
         self.first = 0
-        """The place in the epoch of the first batch that is held."""
+        """The position in the epoch of the first batch that is kept."""
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._pid = os.getpid()
         self._held: deque[Any] = deque()
         self._end: int | None = None
         self._error: ReadError | None = None
-        """What reading the next batch raised; every reader sees it when it comes there."""
+        """The error that reading the next batch raised; every reader gets it when it arrives there."""
         self._batches: Iterator[Any] | None = None
         self._closed = False
         self._states: list[Any] = []
         with one_at_a_time, restored(loader.generators):
-            for place, generator in enumerate(loader.generators):
-                salt = () if place < GLOBAL else (place, _first_seed(generator))
+            for i, generator in enumerate(loader.generators):
+                salt = () if i < GLOBAL else (i, _first_seed(generator))
                 seed_generator(generator, word(seed, epoch, *salt))
                 self._states.append(get_state(generator))
 
     @property
     def usable(self) -> bool:
-        """Whether it can be read from here: an iterator with workers belongs to the process that started them."""
+        """Whether it can be read in this process: an iterator with workers belongs to the process that started them."""
         return self._pid == os.getpid() and not self._closed
 
     def holds(self, place: int) -> bool:
-        """Whether the batch of this place can be had without reading the epoch again, and without holding many."""
+        """Return whether the batch at this position is available without reading the epoch again or keeping many
+        batches."""
         return self.usable and self.first <= place <= self.first + len(self._held) + MOST_AHEAD
 
     def count(self, place: int, most: int) -> int:
-        """How many batches there are from this place on, up to so many; one that cannot be read counts."""
+        """Return how many batches there are from this position on, up to `most`; one that cannot be read counts."""
         while self._end is None and self._error is None and self.first + len(self._held) < place + most:
             self._read()
-        there = self.first + len(self._held) + (self._error is not None)
-        return max(0, min(most, there - place))
+        known_end = self.first + len(self._held) + (self._error is not None)
+        return max(0, min(most, known_end - place))
 
     def get(self, place: int) -> Any:
-        """The batch of this place, which is held or comes next."""
+        """Return the batch at this position, which is kept or comes next."""
         if self.count(place, 1) == 0:
             raise StopIteration
         if place - self.first >= len(self._held):
@@ -121,14 +122,14 @@ class Reading:
         return self._held[place - self.first]
 
     def let_go(self) -> None:
-        """Forget batches that all readers have had, or that only a reader far behind has not."""
+        """Drop batches that all readers have read, or that only a reader far behind has not."""
         slowest = min((reader.place for reader in self.readers), default=self.first)
         while self._held and (self.first < slowest - HELD_BACK or len(self._held) > MOST_AHEAD):
             self._held.popleft()
             self.first += 1
 
     def skip_to(self, place: int) -> None:
-        """Read up to this place, and forget what comes before it."""
+        """Read up to this position, and drop what comes before it."""
         while self.count(place=self.first, most=1) and self.first < place and self._held:
             self._held.popleft()
             self.first += 1
@@ -154,8 +155,8 @@ class Reading:
                     self._batches = self.loader.begin(self.epoch)
                 batch = next(self._batches, _END)
         except Exception as error:
-            at = f"batch {self.first + len(self._held) + 1} of epoch {self.epoch + 1}"
-            self._error = ReadError(f"reading {at} of {self.loader.what} raised {_last_line(error)}")
+            position = f"batch {self.first + len(self._held) + 1} of epoch {self.epoch + 1}"
+            self._error = ReadError(f"reading {position} of {self.loader.what} raised {_last_line(error)}")
             self._error.__cause__ = error
             self._end_workers()
             return
@@ -170,7 +171,7 @@ class Reading:
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Inside, all generators that reading may draw from are where this reading left them."""
+        """Set all generators that reading may use to the states of this reading inside this context."""
         generators = self.loader.generators
         with one_at_a_time, uncounted(), torch.enable_grad(), restored(generators), ExitStack() as stack:
             for device in {"cpu", self.loader.device.type}:
@@ -185,14 +186,14 @@ class Reading:
 
 _END = object()
 _FORGOTTEN: list[Any] = []
-"""Iterators of another process, which this one must not tidy up: their workers are not its own."""
+"""Iterators of another process, kept alive so that this process does not clean up their workers."""
 
 
 class Reader(Iterator[Any]):
-    """One reader's way through an epoch. One that is too far behind the others gets a reading of its own."""
+    """One reader's position in an epoch. A reader that is too far behind the others gets its own reading."""
 
     def __init__(self, open: Callable[[int], Reading], place: int) -> None:
-        """`open` gives a reading that holds a place."""
+        """Start at batch `place`. `open` returns a reading that has the batch at a position."""
         self._open, self.place = open, place
         self.reading = open(place)
         self.reading.readers.add(self)
@@ -205,7 +206,7 @@ class Reader(Iterator[Any]):
         return self.reading
 
     def count(self, most: int) -> int:
-        """How many batches there are for it, up to so many; one that cannot be read counts."""
+        """Return how many batches are left for it, up to `most`; one that cannot be read counts."""
         return self._follow().count(self.place, most)
 
     def __next__(self) -> Any:
@@ -216,7 +217,7 @@ class Reader(Iterator[Any]):
 
 
 def _parts(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What may want to know the epoch, as a DistributedSampler does."""
+    """Yield the parts of a loader that may have `set_epoch`, as a DistributedSampler has."""
     sampler: Any = getattr(loader, "sampler", None)
     batches: Any = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None)
@@ -224,40 +225,40 @@ def _parts(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _first_seed(generator: Generator) -> int:
-    """What a user seeded a generator with, where that can be known. Drawing from it does not change it."""
+    """Return the seed that a user gave a generator, if it can be known. Drawing numbers does not change it."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     if isinstance(generator, np.random.Generator):
         entropy = getattr(getattr(generator.bit_generator, "seed_seq", None), "entropy", None)
-        if isinstance(entropy, int) and entropy < 1 << 64:  # else it is the system's
+        if isinstance(entropy, int) and entropy < 1 << 64:  # otherwise it was drawn by the system
             return entropy
     return 0
 
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes that are started inside never see Ctrl-C, which goes to all in a terminal: the run ends its turn first,
-    and then them."""
+    """Start processes inside this context that ignore Ctrl-C, which a terminal sends to all: the run ends its turn
+    first, and then them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _last_line(error: Exception) -> str:
-    """What was raised, without the traceback that an error from a worker has in its message."""
+    """Return the error's message, without the traceback that an error from a worker contains."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "Caught " in lines[0]:
         return lines[-1].strip()
     return describe(error)
 
 
-def _know(batch: Any) -> None:
-    """Have torch look into a UserDict, as tokenizers' collate functions give."""
+def _register_user_dict(batch: Any) -> None:
+    """Register a UserDict as a pytree, which collate functions of tokenizers return."""
     kind = type(batch)
     if isinstance(batch, UserDict) and kind not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(

@@ -1,6 +1,7 @@
-"""Map-style Datasets: made into tensors when that is exact and cheap, else read ahead by worker processes.
+"""Map-style Datasets: held as tensors if that is exact and cheap, otherwise read ahead by worker processes.
 
-An item that cannot be read is no reason not to begin: it raises when its turn comes, and ends the job that reads it.
+An item that cannot be read does not stop a run from starting. It raises when it is read, and ends the job that reads
+it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from shoal.errors import JobError, describe
 MAX_BYTES = 512 << 20
 """A Dataset larger than this is streamed."""
 MAX_SECONDS = 10.0
-"""A Dataset that takes longer than this to read through is streamed."""
+"""A Dataset that takes longer than this to read completely is streamed."""
 SLOW_BATCH = 0.002
-"""Batches that take longer than this to read, in seconds, are worth worker processes."""
+"""Batches that take more seconds than this to read are worth worker processes."""
 
 
 class DatasetSource(Source):
-    """A map-style Dataset, read as training goes; readers in the same order share one reading."""
+    """A map-style Dataset that is read during training. Readers with the same order share one reading."""
 
     streamed = True
 
@@ -42,8 +43,8 @@ class DatasetSource(Source):
         self.device = device
         self.length = len(dataset)
         self.items = Items(dataset)
-        self.item_seconds, self.steady = _probed(self.items, self.length)
-        """Seconds to read an item; whether an item is the same when it is read again under the same seed."""
+        self.item_seconds, self.steady = _probe_items(self.items, self.length)
+        """Seconds to read an item, and whether an item is the same when it is read again under the same seed."""
         self.note = "the Dataset is read as training goes"
         self._shared: dict[tuple[Any, ...], weakref.ref[_Reading]] = {}
 
@@ -56,8 +57,8 @@ class DatasetSource(Source):
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
         key = (seed, epoch, batch_size, hashlib.sha256(rows.contiguous().numpy().tobytes()).digest())
-        known = self._shared.get(key)
-        reading = known() if known is not None else None
+        shared_ref = self._shared.get(key)
+        reading = shared_ref() if shared_ref is not None else None
         if reading is None or reading.started:
             reading = _Reading(self._load([r.tolist() for r in torch.split(rows, batch_size)], seed, epoch))
             self._shared = {k: v for k, v in self._shared.items() if v() is not None}
@@ -71,7 +72,7 @@ class DatasetSource(Source):
             batch_sampler=batches,
             collate_fn=self.collate,
             num_workers=min(4, os.cpu_count() or 1, len(batches)) if slow else 0,
-            generator=torch.Generator(),  # else the loader draws from the default generator, which belongs to a member
+            generator=torch.Generator(),  # otherwise it would draw from the default generator, which a member uses
             pin_memory=self.device.type == "cuda",
         )
         loaded = iter(loader)
@@ -79,7 +80,8 @@ class DatasetSource(Source):
             try:
                 batch = next(loaded)
             except Exception:
-                self.take(torch.tensor(rows), seed=seed, epoch=epoch)  # raises the same, without a worker's traceback
+                # raises the same error without a worker's traceback
+                self.take(torch.tensor(rows), seed=seed, epoch=epoch)
                 raise
             yield self._move(batch)
 
@@ -96,13 +98,13 @@ class DatasetSource(Source):
             except Exception as error:
                 item = describe(error)
             for leaf in pytree.tree_leaves(item):
-                plain = isinstance(leaf, Tensor) and leaf.layout == torch.strided
-                digest.update(as_bytes(leaf) if plain else repr(leaf).encode())
+                is_strided = isinstance(leaf, Tensor) and leaf.layout == torch.strided
+                digest.update(as_bytes(leaf) if is_strided else repr(leaf).encode())
         return digest.hexdigest()[:16]
 
 
 class _Reading:
-    """One pass over the batches, for several readers: a batch stays until the slowest of them has read it."""
+    """One pass over the batches for several readers. A batch is kept until the slowest of them has read it."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
@@ -113,21 +115,23 @@ class _Reading:
 
     @property
     def started(self) -> bool:
-        """Whether batches have been let go: then a new reader has to start a reading of its own."""
+        """Whether batches have been dropped, so that a new reader needs its own reading."""
         return self.first > 0
 
-    def get(self, place: int) -> Any:
-        while self.first + len(self.ahead) <= place:
+    def get(self, position: int) -> Any:
+        """Return the batch at this position, reading up to it if necessary."""
+        while self.first + len(self.ahead) <= position:
             if self.error is not None:
-                raise self.error  # the next reader's too
+                raise self.error  # the same error for every reader
             try:
                 self.ahead.append(next(self.batches))
             except Exception as error:
                 self.error = error
                 raise
-        return self.ahead[place - self.first]
+        return self.ahead[position - self.first]
 
     def let_go(self) -> None:
+        """Drop batches that all readers have read."""
         slowest = min((reader.place for reader in self.readers), default=self.first)
         while self.ahead and self.first < slowest:
             self.ahead.popleft()
@@ -158,7 +162,7 @@ class _Seeded(Dataset[Any]):
 
 
 def check_dataset(data: Any) -> None:
-    """JobError where the data is not a map-style Dataset."""
+    """Raise a JobError unless the data is a map-style Dataset."""
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
         raise JobError(
             f"is a {type(data).__name__}; pass tensors or arrays, a map-style Dataset (__len__ and __getitem__), a "
@@ -169,21 +173,22 @@ def check_dataset(data: Any) -> None:
 
 
 def materialise(dataset: Any) -> Any | None:
-    """The whole Dataset as collated tensors, or None where that might not be the same thing or would cost too much.
+    """Return the whole Dataset as collated tensors, or None if that might differ from reading it or would cost too
+    much.
 
-    It is the same thing when items hold tensors and numbers alone, reading them draws from no generator, and items read
-    twice are equal.
+    It is the same if items consist of tensors and numbers, reading them draws from no generator, and items read twice
+    are equal.
     """
     items = Items(dataset)
     try:
-        return _whole(items, len(dataset))
-    except Exception:  # an item that cannot be read, or items of different shape: batches show it, and name the job
+        return _read_all(items, len(dataset))
+    except Exception:  # unreadable items or differing shapes show when batches are read, with the job's name
         return None
 
 
-def _whole(items: Items, length: int) -> Any | None:
+def _read_all(items: Items, length: int) -> Any | None:
     first = items.plain(0)
-    if first is None or _bytes(first) * length > MAX_BYTES or _probed(items, length)[0] * length > MAX_SECONDS:
+    if first is None or _bytes(first) * length > MAX_BYTES or _probe_items(items, length)[0] * length > MAX_SECONDS:
         return None
     rows = []
     for row in range(length):
@@ -191,14 +196,14 @@ def _whole(items: Items, length: int) -> Any | None:
         if item is None:
             return None
         rows.append(item)
-    again = ((rows[row], items.plain(row)) for row in _spread(length, 16))
-    if not all(b is not None and same(a, b) for a, b in again):
+    read_twice = ((rows[row], items.plain(row)) for row in _spread(length, 16))
+    if not all(b is not None and same(a, b) for a, b in read_twice):
         return None
     return default_collate(rows)
 
 
-def _probed(items: Items, length: int) -> tuple[float, bool]:
-    """Seconds that an item takes to read, and whether items are the same when they are read again, tried on a few."""
+def _probe_items(items: Items, length: int) -> tuple[float, bool]:
+    """Return the seconds to read an item, and whether items are the same when they are read again, tried on a few."""
     seconds: list[float] = []
     steady = True
     for row in _spread(length, 4):
@@ -207,12 +212,13 @@ def _probed(items: Items, length: int) -> tuple[float, bool]:
             item = items(row, 0, 0)
             seconds.append(time.perf_counter() - start)
             steady = steady and same(item, items(row, 0, 0))
-        except Exception:  # it ends the job that comes to read it
+        except Exception:  # it ends the job that reads it
             continue
     return (sum(seconds) / len(seconds) if seconds else 0.0), steady
 
 
 def _spread(length: int, count: int) -> Sequence[int]:
+    """Return up to `count` indices spread evenly over `length`."""
     return sorted({int(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
 

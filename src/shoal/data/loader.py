@@ -1,7 +1,7 @@
-"""DataLoaders and IterableDatasets: read as they are, once for all jobs that are at the same place.
+"""DataLoaders and IterableDatasets: read as they are, once for all jobs that are at the same position.
 
-An epoch's batches are those that iterating the loader gives after everything random was seeded from the job's data seed
-and the epoch. A job that resumes in the middle of an epoch reads it from its beginning up to its place.
+An epoch's batches are those that the loader yields after everything random was seeded from the job's data seed and the
+epoch. A job that resumes in the middle of an epoch reads it from the beginning up to its position.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shoal.data.source import Source, as_bytes
 from shoal.errors import JobError, ReadError
 
 SAMPLES = 2
-"""Batches that are read before training, to see what they are like."""
+"""Batches that are read before training, to see their shapes."""
 MOST_KINDS = 16
-"""Shapes of batches that are remembered."""
+"""The most shapes of batches that are remembered."""
 MOST_BYTES = 256 << 20
-"""Validation batches up to so many bytes are read once and held."""
+"""Validation batches of up to so many bytes in all are read once and kept."""
 
 
 _numbers = count()
 
 
 class LoaderSource(Source):
-    """A DataLoader. Its rows are whole batches; `length` is how many it says an epoch has, 0 where it does not say."""
+    """A DataLoader. Its rows are whole batches; `length` is its `len()`, or 0 if it has none."""
 
     streamed = True
     batched = True
@@ -44,17 +44,18 @@ class LoaderSource(Source):
     def __init__(self, loader: DataLoader[Any], device: torch.device, what: str = "") -> None:
         self.device, self.length = device, _length(loader)
         self.number = next(_numbers)
-        """Different for each source of a process."""
+        """A number that is different for each source of a process."""
         self.loader = Loader(loader, device, what or f"the DataLoader over {type(loader.dataset).__name__}")
         self.note = f"{self.loader.what} is read as training goes"
         self._readings: list[Reading] = []
         self._kinds: list[tuple[Hashable, list[Any]]] = []
-        """Shapes of batches, and batches of these shapes."""
+        """Shapes of batches, and example batches of these shapes."""
         self._held: list[Any] | None = None
-        """All batches of a validation, where they are small."""
+        """All batches of a validation, if they are small."""
 
     def read(self, seed: int, epoch: int, place: int = 0) -> Reader:
-        """The epoch's batches from this place on. Readers of one epoch that are close to each other share a reading."""
+        """Return the epoch's batches from this position on. Readers of one epoch that are close to each other share a
+        reading."""
         return Reader(partial(self._open, seed, epoch), place)
 
     def _open(self, seed: int, epoch: int, place: int) -> Reading:
@@ -67,21 +68,21 @@ class LoaderSource(Source):
         return self._readings[-1]
 
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
-        """A batch to try things on; not one of a certain place."""
+        """Return some batch for trials, not the one at a certain position."""
         return self.sample(1, int(rows[0]))
 
     def sample(self, kind: int, place: int = 0) -> Any:
-        """A batch of the kind of this number, the first being 1; another one for another place, where there is one."""
+        """Return an example batch of a kind, numbered from 1; another `place` gives another one if there is one."""
         if not self._kinds:
-            self._look()
+            self._read_samples()
         batches = self._kinds[kind - 1][1]
         return cloned(batches[place % len(batches)])
 
     def kind(self, batch: Any) -> int:
-        """The number of a batch's kind: its structure, shapes and dtypes. 0: there are too many kinds."""
+        """Return the number of a batch's kind (structure, shapes and dtypes); 0 if there are too many kinds."""
         shape = _shape(batch)
-        for number, (known, batches) in enumerate(self._kinds, 1):
-            if known == shape:
+        for number, (known_shape, batches) in enumerate(self._kinds, 1):
+            if known_shape == shape:
                 if len(batches) < SAMPLES:
                     batches.append(batch)
                 return number
@@ -90,23 +91,26 @@ class LoaderSource(Source):
         self._kinds.append((shape, [batch]))
         return len(self._kinds)
 
-    def _look(self) -> None:
-        """Read the first batches. Workers are ended again: a fork would not get on with them. Without workers it is
-        read twice, to see whether that gives the same."""
+    def _read_samples(self) -> None:
+        """Read the first batches, to learn their kinds.
+
+        Workers are ended afterwards, since the process may fork. Without workers the first batch is read twice, to see
+        whether it is the same.
+        """
         reading = Reading(self.loader, 0, 0)
         try:
-            for place in range(reading.count(0, SAMPLES)):
+            for i in range(reading.count(0, SAMPLES)):
                 try:
-                    self.kind(reading.get(place))
+                    self.kind(reading.get(i))
                 except ReadError:
-                    if not place:
+                    if not i:
                         raise
         finally:
             reading.close()
         if not self.loader.loader.num_workers:
-            again = Reading(self.loader, 0, 0)
+            second_reading = Reading(self.loader, 0, 0)
             with suppress(ReadError):
-                self.steady = same(self._kinds[0][1][0], again.get(0))
+                self.steady = same(self._kinds[0][1][0], second_reading.get(0))
 
     def try_reading(self) -> None:
         """Read a batch and drop it, to see what reading changes."""
@@ -115,21 +119,23 @@ class LoaderSource(Source):
         reading.close()
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-        """All batches of an epoch, the same each time: how validation reads."""
+        """Yield all batches of an epoch, the same each time, as validation reads them."""
         if self._held is not None:
             yield from map(cloned, self._held)
             return
-        held: list[Any] | None = []
+        small_batches: list[Any] | None = []
         size = 0
         reading = Reading(self.loader, seed, epoch)
         try:
             for batch in Reader(lambda place: reading, 0):
                 size += sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-                held = [*held, cloned(batch)] if held is not None and size <= MOST_BYTES else None
+                small_batches = (
+                    [*small_batches, cloned(batch)] if small_batches is not None and size <= MOST_BYTES else None
+                )
                 yield batch
         finally:
             reading.close()
-        self._held = held
+        self._held = small_batches
 
     def release(self) -> None:
         unread = [reading for reading in self._readings if not (reading.readers and reading.usable)]
@@ -143,8 +149,11 @@ class LoaderSource(Source):
         self._readings = []
 
     def fingerprint(self) -> str:
-        """Of what the loader is made of, and of its first batch where that was seen to be the same when it is read
-        again. Reading all of it would take too long."""
+        """Return a hash of the loader's settings, and of its first batch if that is known to be the same when read
+        again.
+
+        Reading all of it would take too long.
+        """
         first, loader = self.sample(1), self.loader.loader
         digest = hashlib.sha256(" ".join(map(str, describe_loader(loader).items())).encode())
         digest.update(repr(_shape(first)).encode())
@@ -155,21 +164,21 @@ class LoaderSource(Source):
 
 
 def cloned(batch: Any) -> Any:
-    """A copy for one who may write to it."""
+    """Return a copy of a batch, for a reader that may write to it."""
     return pytree.tree_map_only(Tensor, Tensor.clone, batch)
 
 
 def as_loader(
     data: Any, batch_size: int, drop_last: bool, collate: Callable[[list[Any]], Any] | None
 ) -> DataLoader[Any]:
-    """The DataLoader itself, or one over an IterableDataset, by the job's settings."""
+    """Return the DataLoader itself, or one over an IterableDataset with the job's settings."""
     if isinstance(data, DataLoader):
         return data
     return DataLoader(data, batch_size=batch_size, drop_last=drop_last, collate_fn=collate)
 
 
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader is made of, as plain values: equal for loaders that read the same data in the same way."""
+    """Return a loader's settings as plain values: equal for loaders that read the same data in the same way."""
     dataset: Any = loader.dataset
     collate = loader.collate_fn
     iterable = isinstance(dataset, IterableDataset)

@@ -1,4 +1,4 @@
-"""All the data of a run: each data set is put on the device once, however many jobs read it."""
+"""All the data of a run. Each data set is put on the device once, however many jobs read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.utils.numpy_values import tensor_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """What one job sees of a source: all of its rows, or those in `index`."""
+    """The rows of a source that one job reads: all of them, or those in `index`."""
 
     source: Source
     index: Tensor | None = None
@@ -33,25 +33,25 @@ class View:
         return self.source.length if self.index is None else len(self.index)
 
     def rows(self, order: Tensor) -> Tensor:
-        """Turn an order over this view ([n], 0..n-1) into rows of the source."""
+        """Convert an order over this view ([n], 0..n-1) to rows of the source."""
         return order if self.index is None else self.index[order]
 
     def feed(self, batch_size: int) -> Iterator[Any]:
-        """All rows as they come, in batches: how validation reads."""
+        """Yield all rows in order, in batches, as validation reads them."""
         return self.source.feed(self.rows(torch.arange(len(self))), batch_size)
 
     def take(self, start: int, stop: int) -> Any:
-        """The batch of these places in the view."""
+        """Return the batch of positions `start` to `stop` in the view."""
         return self.source.take(self.rows(torch.arange(start, stop)))
 
     def fingerprint(self) -> str:
-        """Says whether two runs saw the same rows of the same data."""
+        """Return a string that is equal for two runs that saw the same rows of the same data."""
         if self.index is None:
             return self.source.fingerprint()
         return f"{self.source.fingerprint()}-{hashlib.sha256(self.index.numpy().tobytes()).hexdigest()[:8]}"
 
     def same(self, other: View | None) -> bool:
-        """Whether the other view has the very same rows."""
+        """Return whether the other view has exactly the same rows."""
         if other is None or self.source is not other.source:
             return False
         if self.index is None or other.index is None:
@@ -77,9 +77,10 @@ class Pool:
         batch_size: int = 1,
         drop_last: bool = False,
     ) -> View:
-        """The view of this data; JobError, without the job's name, where it cannot be one.
+        """Return the view of this data. Raises a JobError, without the job's name, if it cannot be opened.
 
-        `batch_size` and `drop_last` are for an IterableDataset, whose batches are made here.
+        Args:
+            batch_size, drop_last: For an IterableDataset, whose batches are made here.
         """
         if gives_batches(data):
             return View(self._loader(data, collate, batch_size, drop_last))
@@ -108,6 +109,7 @@ class Pool:
         return self._sources[key]
 
     def _narrow(self, view: View, index: Tensor) -> View:
+        """Return a view of some rows of a view."""
         if view.source.batched:
             raise JobError("asks for rows of a DataLoader, which gives batches; take the rows of its dataset")
         if len(index) == 0:
@@ -127,14 +129,15 @@ class Pool:
         return self._sources[key]
 
     def _array(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """The array as a tensor; one that has to be copied is copied once for all jobs that have it."""
+        """Return the array as a tensor. An array that has to be copied is copied once for all jobs."""
         key = (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
         if key not in self._arrays:
             self._arrays[key] = array, tensor_of(array)
         return self._arrays[key][1]
 
     def _move(self, leaf: Tensor) -> Tensor:
-        """The tensor on the device, once for all jobs that have it. The original stays alive: its id is not reused."""
+        """Return the tensor on the device, moved once for all jobs. The original is kept alive so that its id is not
+        reused."""
         key = _identity(leaf)
         if key not in self._moved:
             self._moved[key] = leaf, leaf.to(self.device)
@@ -144,12 +147,12 @@ class Pool:
         check_dataset(data)
         key = (id(data), id(collate))
         if key not in self._sources:
-            self._kept.append((data, collate))  # while they live, no other object has their ids
-            whole = materialise(data) if collate is None else None
-            if whole is None:
+            self._kept.append((data, collate))  # kept alive, so that no other object gets their ids
+            tensors = materialise(data) if collate is None else None
+            if tensors is None:
                 self._sources[key] = DatasetSource(data, collate, self.device)
             else:
-                self._sources[key] = self._tensors(whole, "the Dataset was read once and held as tensors")
+                self._sources[key] = self._tensors(tensors, "the Dataset was read once and held as tensors")
         return self._sources[key]
 
 
@@ -159,7 +162,7 @@ def _identity(leaf: Tensor) -> tuple[Any, ...]:
 
 
 def batch_rows(batch: Any) -> int:
-    """How many rows a batch has: the first dimension of its first tensor."""
+    """Return the number of rows of a batch: the first dimension of its first tensor."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)

@@ -1,4 +1,4 @@
-"""Some rows of some data, without a copy."""
+"""A subset of the rows of some data, without a copy."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class Source(ABC):
     length: int
     device: torch.device
     streamed: bool = False
-    """Whether batches are read as training goes, so that readers should keep step with each other."""
+    """Whether batches are read during training, so that readers should stay at the same position."""
     batched: bool = False
-    """Whether it gives whole batches, in an order of its own: then its rows are batches, and it is read by `read`."""
+    """Whether it gives whole batches in its own order. Its rows are then batches, and it is read with `read`."""
     steady: bool = True
     """Whether a row is the same when it is read again."""
     note: str = ""
@@ -35,18 +35,18 @@ class Source(ABC):
 
     @abstractmethod
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
-        """The batch of these rows. `seed` and `epoch` matter to Datasets that draw at random."""
+        """Return the batch of these rows. `seed` and `epoch` matter for Datasets that draw random numbers."""
 
     @abstractmethod
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-        """One epoch's batches, in this order of rows."""
+        """Yield one epoch's batches, in this order of rows."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Says whether two runs had the same data."""
+        """Return a string that is equal for two runs with the same data."""
 
     def num_nan(self) -> int:
-        """How many values are NaN, as far as can be seen without reading a stream."""
+        """Return how many values are NaN, as far as known without reading a stream."""
         return 0
 
     def release(self) -> None:  # noqa: B027  # most hold nothing open
@@ -57,7 +57,7 @@ class Source(ABC):
 
 
 class TensorSource(Source):
-    """A pytree of tensors with one first dimension, on the device."""
+    """A pytree of tensors with the same first dimension, on the device."""
 
     def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device, note: str = "") -> None:
         self.leaves = leaves
@@ -68,17 +68,18 @@ class TensorSource(Source):
         self._fingerprint: str | None = None
 
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:
-        """The batch of these rows: [B] gives leaves [B, ...]; [M, B], one row of rows per member, gives [M, B, ...]."""
+        """Return the batch of these rows: [B] gives tensors [B, ...]; [M, B], with rows for each member, gives [M, B,
+        ...]."""
         return pytree.tree_unflatten(self.take_leaves(rows), self.spec)
 
     def take_leaves(self, rows: Tensor) -> list[Tensor]:
-        """The tensors of that batch."""
+        """Return the tensors of that batch as a list."""
         rows = rows.to(self.device)
         taken = [leaf.index_select(0, rows.reshape(-1)) for leaf in self.leaves]
         return [leaf.view(*rows.shape, *leaf.shape[1:]) for leaf in taken] if rows.ndim > 1 else taken
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
-        flat = self.spec == _flat_tuple(len(self.leaves))  # by far the most common, and unflattening is not free
+        flat = self.spec == _flat_tuple(len(self.leaves))  # by far the most common case, and unflattening takes time
         for chunk in torch.split(rows.to(self.device), batch_size):
             taken = [leaf.index_select(0, chunk) for leaf in self.leaves]
             yield tuple(taken) if flat else pytree.tree_unflatten(taken, self.spec)
@@ -92,7 +93,7 @@ class TensorSource(Source):
         return all(_same_bits(a, b) for a, b in zip(theirs, mine, strict=True))
 
     def whole(self) -> Any:
-        """All rows, without a copy."""
+        """Return all rows, without a copy."""
         return pytree.tree_unflatten(self.leaves, self.spec)
 
     def fingerprint(self) -> str:
@@ -111,7 +112,7 @@ class TensorSource(Source):
 
 
 def parts(leaf: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold a tensor's numbers: itself, or what a sparse one is made of."""
+    """Return the tensors that hold a tensor's values: itself, or the parts of a sparse one."""
     if leaf.layout == torch.sparse_coo:
         return leaf._indices(), leaf._values()
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -141,7 +142,7 @@ def _flat_tuple(length: int) -> pytree.TreeSpec:
 
 
 def _sample(leaf: Tensor, limit: int = 1 << 22) -> bytes:
-    """The tensor's bytes, or those of rows spread evenly over it where it is large."""
+    """Return the tensor's bytes, or those of evenly spread rows if it is large."""
     if not leaf.dim() or not leaf.numel():
         return as_bytes(leaf)
     row = max(1, leaf[:1].numel())
@@ -150,18 +151,18 @@ def _sample(leaf: Tensor, limit: int = 1 << 22) -> bytes:
 
 
 def as_bytes(tensor: Tensor) -> bytes:
-    """A tensor's values as they lie in memory, in order."""
+    """Return a tensor's values as bytes, in order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def content_hash(tensor: Tensor) -> str:
-    """Of what a tensor holds."""
+    """Return a hash of a tensor's values; empty if it has no plain memory."""
     strided = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return hashlib.sha256(as_bytes(tensor)).hexdigest() if strided else ""
 
 
 def is_tensors(data: Any) -> bool:
-    """Whether data is tensors or arrays in tuples and dicts, not a Dataset. A list may hold nothing else."""
+    """Return whether data is tensors or arrays in tuples and dicts, not a Dataset. A list may contain nothing else."""
     if isinstance(data, (Tensor, np.ndarray, dict, tuple)):
         return True
     return isinstance(data, list) and bool(data) and all(isinstance(x, (Tensor, np.ndarray)) for x in data)
@@ -170,7 +171,7 @@ def is_tensors(data: Any) -> bool:
 def tensor_leaves(
     data: Any, convert: Callable[[np.ndarray[Any, Any]], Tensor] = tensor_of
 ) -> tuple[list[Tensor], pytree.TreeSpec]:
-    """The tensors of a pytree, with numpy arrays converted; JobError where they do not make one data set."""
+    """Return the tensors of a pytree, with numpy arrays converted. Raises a JobError if they are not one data set."""
     leaves, spec = pytree.tree_flatten(data)
     if not leaves:
         raise JobError("is empty; pass at least one tensor")
@@ -179,9 +180,9 @@ def tensor_leaves(
         if isinstance(leaf, np.ndarray):
             leaf = convert(leaf)
         if not isinstance(leaf, Tensor):
-            frame = hasattr(leaf, "to_numpy")
-            wanted = "what its to_numpy() gives" if frame else "tensors or arrays, or a map-style Dataset"
-            raise JobError(f"holds a {type(leaf).__name__}; pass {wanted}")
+            is_frame = hasattr(leaf, "to_numpy")
+            advice = "what its to_numpy() gives" if is_frame else "tensors or arrays, or a map-style Dataset"
+            raise JobError(f"holds a {type(leaf).__name__}; pass {advice}")
         if leaf.ndim == 0:
             raise JobError("holds a tensor without dimensions; its first dimension must be the rows")
         tensors.append(leaf.detach())

@@ -1,6 +1,6 @@
 """Searches over jobs: `shoal.tune(make_job, space, ...)`, and what it takes and returns.
 
-The package is called like the function. Names are loaded when they are used, so that `shoal --help` does not wait for
+The package has the name of the function. Names are loaded when they are used, so that `shoal --help` does not import
 torch.
 """
 

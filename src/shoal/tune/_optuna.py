@@ -1,4 +1,4 @@
-"""Optuna, loaded when it is used: our trials in its terms, its storages by their URLs."""
+"""Optuna, imported when it is used: converting trials, and opening storages by URL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.tune.trial import Trial
 
 
 class OptunaMissing(ShoalError, ImportError):
-    """Optuna, or a package that it needs for this, is not installed."""
+    """Raised if Optuna, or a package that it needs, is not installed."""
 
 
 def load_optuna(need: str) -> ModuleType:
-    """Optuna itself; `need` says what for."""
+    """Import Optuna; `need` says what for, in the error message."""
     try:
         import optuna
     except ImportError:
@@ -31,7 +31,7 @@ def load_optuna(need: str) -> ModuleType:
 
 @contextmanager
 def silent_log() -> Iterator[None]:
-    """Without Optuna's lines on studies that are made, which say nothing about the search."""
+    """Suppress Optuna's messages about created studies inside this context."""
     from optuna import logging
 
     level = logging.get_verbosity()
@@ -43,7 +43,7 @@ def silent_log() -> Iterator[None]:
 
 
 def state_of(trial: Trial) -> Any:
-    """The trial's state in Optuna's words. A trial that ended without a number failed, as Optuna has it too."""
+    """Return the trial's state as Optuna's. A trial that ended without a number has failed, as in Optuna."""
     from optuna.trial import TrialState
 
     if trial.state == "complete":
@@ -52,7 +52,7 @@ def state_of(trial: Trial) -> Any:
 
 
 def results_of(trial: Trial) -> list[float] | None:
-    """The values that Optuna compares trials by, one for each metric; None: it has none."""
+    """Return the values by which Optuna compares trials, one for each metric; None if it has none."""
     from optuna.trial import TrialState
 
     if state_of(trial) not in (TrialState.COMPLETE, TrialState.PRUNED):
@@ -62,7 +62,7 @@ def results_of(trial: Trial) -> list[float] | None:
 
 
 def distributions_of(trial: Trial, space: Space | None) -> dict[str, Any]:
-    """Optuna's distributions of the trial's settings: those that it was drawn from, or those of the space."""
+    """Return Optuna's distributions of the trial's settings: those that it was drawn from, or those of the space."""
     chosen: dict[str, Distribution] = {
         **(space or {}),
         **(parse(trial.attrs["space"]) if trial.attrs.get("space") else {}),
@@ -75,7 +75,8 @@ def distributions_of(trial: Trial, space: Space | None) -> dict[str, Any]:
 
 
 def frozen(trial: Trial, space: Space | None, **more: Any) -> Any:
-    """The trial as one of Optuna's, to be added to a study; `more`: what else it has there."""
+    """Convert the trial to one of Optuna's that can be added to a study. `more` are further arguments of
+    `create_trial`."""
     from optuna.trial import create_trial
 
     distributions = distributions_of(trial, space)
@@ -90,16 +91,16 @@ def frozen(trial: Trial, space: Space | None, **more: Any) -> Any:
 
 
 Values = Sequence[tuple[int, int, float]]
-"""Trials by the storage's ids, epochs and values."""
+"""(id of the trial in the storage, epoch, value)."""
 
 _JOURNAL = "journal:///"
 
 
 def open_storage(storage: Any) -> Any:
-    """The storage of a URL: SQLAlchemy's, or journal:///file. A storage object is given back as it is.
+    """Return the storage of a URL: SQLAlchemy's, or journal:///file. A storage object is returned as it is.
 
     Raises:
-        JobError: when it is no URL, or cannot be opened.
+        JobError: If it is not a URL, or cannot be opened.
     """
     from optuna.storages import BaseStorage, JournalStorage, RDBStorage
     from optuna.storages.journal import JournalFileBackend
@@ -127,7 +128,7 @@ def open_storage(storage: Any) -> Any:
 
 
 def close_storage(storage: Any) -> None:
-    """Close the connections of a storage; it opens new ones where it is used again."""
+    """Close the connections of a storage; it opens new ones when it is used again."""
     storage.remove_session()
     engine = getattr(getattr(storage, "_backend", storage), "engine", None)
     if engine is not None:
@@ -135,7 +136,7 @@ def close_storage(storage: Any) -> None:
 
 
 def _mend_journal(path: str) -> None:
-    """Cut off a last line that a kill has left unfinished: what is appended to it could not be read any more."""
+    """Remove an incomplete last line that a kill has left, since lines appended to it could not be read."""
     from optuna.storages.journal import JournalFileSymlinkLock
 
     if not os.path.exists(path):
@@ -151,24 +152,25 @@ def _mend_journal(path: str) -> None:
 
 
 def _hidden(url: str) -> str:
-    """The URL without its password."""
+    """Return the URL without its password."""
     scheme, _, rest = url.partition("://")
     user, at, host = rest.rpartition("@")
     return f"{scheme}://{user.partition(':')[0]}{at}{host}"
 
 
 def value_writer(storage: Any) -> Callable[[Values], None]:
-    """What writes intermediate values: all in one transaction to a database, one after another elsewhere."""
+    """Return a function that writes intermediate values: in one transaction to a database, one after another
+    elsewhere."""
     backend = getattr(storage, "_backend", storage)
     try:
         from optuna.storages._rdb.models import TrialIntermediateValueModel as Model
 
         columns = set(Model.__table__.columns.keys())
         make = Model.intermediate_value_to_stored_repr
-        known = {"trial_id", "step", "intermediate_value", "intermediate_value_type"} <= columns
-    except (ImportError, AttributeError):  # other insides than those that we know: by the public way
-        known = False
-    if not known or not hasattr(backend, "engine"):
+        is_supported = {"trial_id", "step", "intermediate_value", "intermediate_value_type"} <= columns
+    except (ImportError, AttributeError):  # unknown internals: use the public method
+        is_supported = False
+    if not is_supported or not hasattr(backend, "engine"):
         return lambda values: _one_by_one(storage, values)
 
     def write(values: Values) -> None:
@@ -179,7 +181,7 @@ def value_writer(storage: Any) -> Callable[[Values], None]:
         try:
             with backend.engine.begin() as connection:
                 connection.execute(Model.__table__.insert(), rows)
-        except Exception:  # one may be there already, if an answer of the database was lost
+        except Exception:  # a value may be stored already, if the database's answer was lost
             _one_by_one(storage, values)
 
     return write

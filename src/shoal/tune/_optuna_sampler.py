@@ -1,4 +1,4 @@
-"""Optuna's samplers, by ask and tell on a study in memory.
+"""Optuna's samplers, used by ask and tell on a study in memory.
 
 Nothing is stored here: `shoal.tune.optuna_storage` does that.
 """
@@ -16,15 +16,15 @@ from shoal.tune.space import Space
 from shoal.tune.trial import Trial
 
 NAMES = ("tpe", "cma", "gp", "nsga2")
-"""Samplers that go by a name."""
+"""Optuna's samplers that can be given by name."""
 
 
 class OptunaSampler:
-    """A sampler of Optuna's: one that has a name here ("tpe"), an object of Optuna's, or a study's own.
+    """A sampler of Optuna's: by name ("tpe"), as an object, or that of a study.
 
-    A named one starts from a new seed at each trial, made from `seed` and the trial's number, so that a study that was
-    killed continues with the same configurations. An object has its own seed; after a restart it gets another one, or
-    it would draw the configurations again that it drew at the beginning.
+    A named one is created again for each trial, with a seed made from `seed` and the trial's number, so that a killed
+    study continues with the same configurations. An object has its own seed; after a restart it is reseeded, since it
+    would otherwise repeat its first configurations.
     """
 
     def __init__(self, sampler: Any, space: Space | None, *, mode: str | Sequence[str] = "min", seed: int = 0) -> None:
@@ -36,7 +36,7 @@ class OptunaSampler:
         self.space, self.seed = space, seed
         self._make: Callable[[int], Any] | None = None
         self._restarted = False
-        directions = [f"{one}imize" for one in ([mode] if isinstance(mode, str) else mode)]
+        directions = [f"{direction}imize" for direction in ([mode] if isinstance(mode, str) else mode)]
         previous: list[Any] = []
         if isinstance(sampler, optuna.Study):
             _check_directions(sampler, directions)
@@ -49,24 +49,24 @@ class OptunaSampler:
         self._limit = getattr(sampler, "_n_min_trials", None)
         with silent_log():
             self._study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.NopPruner(), directions=directions)
-        self._trials: dict[int, int] = {}  # by our numbers: their numbers in the study in memory
+        self._trials: dict[int, int] = {}  # trial number -> its number in the study in memory
         for each in previous:
             if each.state.is_finished():
                 self._study.add_trial(each)
 
     @property
     def limit(self) -> int | None:
-        """How many different configurations there are: known of Optuna's grid alone."""
+        """The number of different configurations; only known for Optuna's grid."""
         return None if self._limit is None else int(self._limit)
 
     def ask(self, number: int) -> dict[str, Any]:
-        """The configuration of trial `number`."""
+        """Return the configuration of trial `number`."""
         if self.space is None:
             raise JobError("there is no search space to ask for; pass one, or a make_job that suggests its settings")
         return dict(self._ask(number, self.space.to_optuna()).params)
 
     def suggest(self, number: int) -> Any:
-        """Optuna's own trial, for a make_job that suggests its settings itself."""
+        """Return an Optuna trial, for a make_job that suggests its settings itself."""
         return self._ask(number, None)
 
     def _ask(self, number: int, distributions: dict[str, Any] | None) -> Any:
@@ -82,33 +82,33 @@ class OptunaSampler:
     def tell(self, trial: Trial) -> None:
         """Learn from a trial that has ended.
 
-        A trial that was not asked for here is added as it is: one of before a restart, or of a study that continues.
-        Those that have not ended are added too, so that a sampler keeps away from what others are trying.
+        A trial that was not asked for here is added as it is: one from before a restart, or of an existing study.
+        Trials that have not ended are added too, so that the sampler avoids what others are trying.
         """
-        place = self._trials.get(trial.number)
-        if place is None:
-            self._restarted = self._restarted or trial.number >= 0  # others are of a study that continues
+        study_number = self._trials.get(trial.number)
+        if study_number is None:
+            self._restarted = self._restarted or trial.number >= 0  # negative numbers belong to an existing study
             self._study.add_trial(frozen(trial, self.space, system_attrs=trial.attrs.get("sampler")))
             self._trials[trial.number] = len(self._study.get_trials(deepcopy=False)) - 1
             return
-        state, stored = state_of(trial), self._study.get_trials(deepcopy=False)[place]
+        state, stored = state_of(trial), self._study.get_trials(deepcopy=False)[study_number]
         if not state.is_finished() or stored.state.is_finished():
             return
         for epoch, value in trial.values.items():
             self._study._storage.set_trial_intermediate_value(stored._trial_id, epoch, value)
         try:
             values = results_of(trial) if state.name == "COMPLETE" else None
-            self._study.tell(place, values, state)
-        except RuntimeError as error:  # a grid that is used up stops Study.optimize, which is not what runs here
+            self._study.tell(study_number, values, state)
+        except RuntimeError as error:  # an exhausted grid stops Study.optimize, which is not used here
             if "stop" not in str(error):
                 raise
         if stored.system_attrs:
-            trial.attrs["sampler"] = dict(self._study.get_trials(deepcopy=False)[place].system_attrs)
+            trial.attrs["sampler"] = dict(self._study.get_trials(deepcopy=False)[study_number].system_attrs)
 
 
 def _check_directions(study: Any, directions: Sequence[str]) -> None:
-    """JobError where the study is after something else than the search: its sampler would lead the wrong way."""
-    of_study = [one.name.lower() for one in study.directions]
+    """Raise a JobError if the study has another direction than the search, since its sampler would mislead it."""
+    of_study = [direction.name.lower() for direction in study.directions]
     if len(of_study) > len(directions):
         raise JobError(
             f"the Optuna study {study.study_name!r} has {len(of_study)} objectives, and trials are compared by one "
@@ -126,6 +126,7 @@ def _names() -> str:
 
 
 def _named(name: str) -> Callable[[int], Any]:
+    """Return a function that creates the sampler of this name with a seed."""
     from optuna import samplers
 
     if name == "cma":
@@ -134,7 +135,7 @@ def _named(name: str) -> Callable[[int], Any]:
         except ImportError:
             raise OptunaMissing("the sampler 'cma' needs cmaes: pip install cmaes") from None
     makers: dict[str, Callable[[int], Any]] = {
-        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),  # for trials at the same time
+        "tpe": lambda seed: samplers.TPESampler(seed=seed, constant_liar=True),  # for parallel trials
         "cma": lambda seed: samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False),
         "gp": lambda seed: samplers.GPSampler(seed=seed),
         "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),

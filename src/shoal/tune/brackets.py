@@ -1,7 +1,7 @@
 """Brackets and rungs of Hyperband and successive halving, as in the paper (Li et al., 2018), in whole numbers.
 
-A bracket starts `size` configurations, trains them to its first rung, lets the best go on to the next rung, and so on
-until a rung at `max_epochs`. Hyperband runs several brackets, from many short trainings to few long ones.
+A bracket starts `size` configurations, trains them to its first rung, lets the best continue to the next rung, and so
+on until a rung at `max_epochs`. Hyperband runs several brackets, from many short trainings to few long ones.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class Rung:
     """One rung of a bracket."""
 
     trials: int
-    """How many configurations train up to here."""
+    """How many configurations train up to this rung."""
     epochs: int
-    """Where it is, counted from a training's beginning."""
+    """The epoch of the rung, counted from a training's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """Configurations that start together and are halved (or thinned by another factor) together."""
+    """Configurations that start together and are halved (or reduced by another factor) together."""
 
     number: int
-    """The paper's s: how many times it is thinned."""
+    """The paper's s: how many times it is reduced."""
     rungs: tuple[Rung, ...]
 
     @property
@@ -38,13 +38,13 @@ class Bracket:
 
     @property
     def epochs(self) -> int:
-        """Epochs that it trains in all: nobody trains an epoch twice."""
+        """Epochs that it trains in total; no epoch is trained twice."""
         starts = (0, *(rung.epochs for rung in self.rungs))
         return sum(rung.trials * (rung.epochs - start) for rung, start in zip(self.rungs, starts, strict=False))
 
 
 def most_cuts(max_epochs: int, eta: int) -> int:
-    """The paper's s_max: the largest s with eta^s <= max_epochs.
+    """Return the paper's s_max: the largest s with eta^s <= max_epochs.
 
     >>> most_cuts(81, 3), most_cuts(80, 3), most_cuts(1000, 10)
     (4, 3, 3)
@@ -56,7 +56,7 @@ def most_cuts(max_epochs: int, eta: int) -> int:
 
 
 def make_bracket(size: int, cuts: int, max_epochs: int, eta: int, number: int | None = None) -> Bracket:
-    """A bracket of `size` configurations that is thinned `cuts` times; its last rung is at `max_epochs`.
+    """Create a bracket of `size` configurations that is reduced `cuts` times; its last rung is at `max_epochs`.
 
     >>> [(rung.trials, rung.epochs) for rung in make_bracket(27, 3, 27, 3).rungs]
     [(27, 1), (9, 3), (3, 9), (1, 27)]
@@ -66,9 +66,10 @@ def make_bracket(size: int, cuts: int, max_epochs: int, eta: int, number: int | 
 
 
 def hyperband(max_epochs: int, eta: int, limit: int | None = None) -> list[Bracket]:
-    """The brackets of Hyperband, the one with most configurations first.
+    """Return the brackets of Hyperband, the one with most configurations first.
 
-    `limit`: how many configurations there are at most; brackets that are left without any are left out.
+    Args:
+        limit: The most configurations in all brackets; brackets that would have none are omitted.
 
     >>> [bracket.size for bracket in hyperband(81, 3)]
     [81, 34, 15, 8, 5]
@@ -86,7 +87,7 @@ def hyperband(max_epochs: int, eta: int, limit: int | None = None) -> list[Brack
 
 
 def check(max_epochs: int, eta: int) -> None:
-    """TuneError where there can be no brackets."""
+    """Raise a TuneError unless brackets are possible."""
     if isinstance(max_epochs, bool) or not isinstance(max_epochs, int) or max_epochs < 1:
         raise TuneError(f"max_epochs is {max_epochs!r}; use a whole number, 1 or more")
     if isinstance(eta, bool) or not isinstance(eta, int) or eta < 2:
@@ -94,7 +95,7 @@ def check(max_epochs: int, eta: int) -> None:
 
 
 def table(brackets: Sequence[Bracket]) -> str:
-    """The brackets as text: for each rung, how many configurations train up to which epoch."""
+    """Format the brackets as text: for each rung, how many configurations train up to which epoch."""
     depth = max(len(bracket.rungs) for bracket in brackets)
     head = ["bracket", *(f"rung {i}" for i in range(depth)), "epochs"]
     rows = [

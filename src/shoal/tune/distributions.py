@@ -1,4 +1,4 @@
-"""What a setting is drawn from: a range of floats, a range of whole numbers, or a list of choices."""
+"""The distributions of settings: a range of floats, a range of whole numbers, or a list of choices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shoal.utils.numpy_values import plain_int, plain_number
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float between two ends, which belong to it; drawn evenly, on a logarithmic scale, or in steps from `low`.
+    """A float between `low` and `high`, both included; drawn evenly, on a logarithmic scale, or in steps from `low`.
 
-    Where steps do not reach `high`, the last value that they reach takes its place.
+    If the steps do not reach `high`, it is replaced by the last value that they reach.
     """
 
     low: float
@@ -42,7 +42,7 @@ class Float:
             object.__setattr__(self, "high", self._after(self.step, self._steps(self.step)))
 
     def sample(self, generator: random.Random) -> float:
-        """A value drawn by the generator."""
+        """Draw a value with the generator."""
         if self.step is not None:
             return self._after(self.step, generator.randint(0, self._steps(self.step)))
         if self.log:
@@ -52,7 +52,7 @@ class Float:
         return min(max(drawn, self.low), self.high)
 
     def contains(self, value: Any) -> bool:
-        """Whether the value could be drawn."""
+        """Return whether the value could be drawn."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             return False
         if self.step is None:
@@ -61,32 +61,33 @@ class Float:
         return abs(steps - round(steps)) < 1e-8
 
     def values(self) -> Sequence[float]:
-        """All values, where they are finitely many."""
+        """Return all values, if they are finitely many."""
         if self.step is None:
             return [self.low] if self.low == self.high else _no_values(self.text())
         return [self._after(self.step, count) for count in range(self._steps(self.step) + 1)]
 
     def _steps(self, step: float) -> int:
-        """How many steps lie between the ends. Counted in decimals, so that from 0 to 0.3 there are 3 of 0.1."""
+        """Return how many steps fit between the ends. Computed in decimals, so that from 0 to 0.3 there are 3 of
+        0.1."""
         return int((Decimal(repr(self.high)) - Decimal(repr(self.low))) // Decimal(repr(step)))
 
     def _after(self, step: float, count: int) -> float:
-        """The value after some steps."""
+        """Return the value after `count` steps."""
         return float(Decimal(repr(self.low)) + count * Decimal(repr(step)))
 
     def text(self) -> str:
-        """The distribution in words."""
+        """Return a description of the distribution."""
         step = f" in steps of {self.step:g}" if self.step is not None else ""
         return f"a number from {self.low:g} to {self.high:g}{step}"
 
     def to_json(self) -> dict[str, list[float]]:
-        """Its short form."""
+        """Return the short form of the distribution."""
         return {"log" if self.log else "uniform": [self.low, self.high, *([] if self.step is None else [self.step])]}
 
 
 @dataclass(frozen=True, slots=True)
 class Int:
-    """A whole number between two ends, which belong to it; steps as of `Float`."""
+    """A whole number between `low` and `high`, both included; steps as in `Float`."""
 
     low: int
     high: int
@@ -107,33 +108,33 @@ class Int:
         object.__setattr__(self, "high", self.values()[-1])
 
     def sample(self, generator: random.Random) -> int:
-        """A value drawn by the generator; on a logarithmic scale each has the share of [value - 0.5, value + 0.5]."""
+        """Draw a value with the generator. On a logarithmic scale each has the share of [value - 0.5, value + 0.5]."""
         if not self.log:
             return generator.choice(self.values())
         drawn = math.exp(generator.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
         return min(max(round(drawn), self.low), self.high)
 
     def contains(self, value: Any) -> bool:
-        """Whether the value could be drawn."""
+        """Return whether the value could be drawn."""
         return isinstance(value, int) and not isinstance(value, bool) and value in self.values()
 
     def values(self) -> range:
-        """All values."""
+        """Return all values."""
         return range(self.low, self.high + 1, self.step)
 
     def text(self) -> str:
-        """The distribution in words."""
+        """Return a description of the distribution."""
         step = f" in steps of {self.step}" if self.step != 1 else ""
         return f"a whole number from {self.low} to {self.high}{step}"
 
     def to_json(self) -> dict[str, list[int]]:
-        """Its short form."""
+        """Return the short form of the distribution."""
         return {"log-int" if self.log else "int": [self.low, self.high, *([] if self.step == 1 else [self.step])]}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of some values, each as likely as the others."""
+    """One of some values, each equally likely."""
 
     choices: tuple[Any, ...]
 
@@ -147,23 +148,23 @@ class Choice:
                 raise JobError(f"the choice {value!r} equals the choice {self.choices[first]!r}; give each value once")
 
     def sample(self, generator: random.Random) -> Any:
-        """A value drawn by the generator."""
+        """Draw a value with the generator."""
         return generator.choice(self.choices)
 
     def contains(self, value: Any) -> bool:
-        """Whether the value could be drawn."""
+        """Return whether the value could be drawn."""
         return _position(value, self.choices) is not None
 
     def values(self) -> Sequence[Any]:
-        """All values."""
+        """Return all values."""
         return self.choices
 
     def text(self) -> str:
-        """The distribution in words."""
+        """Return a description of the distribution."""
         return f"one of {', '.join(map(repr, self.choices))}"
 
     def to_json(self) -> list[Any]:
-        """Its short form."""
+        """Return the short form of the distribution."""
         return list(self.choices)
 
 
@@ -171,7 +172,7 @@ Distribution = Float | Int | Choice
 
 
 def to_optuna(given: Distribution) -> Any:
-    """Optuna's distribution for one of ours."""
+    """Convert a distribution to Optuna's."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(given, Choice):
@@ -182,7 +183,7 @@ def to_optuna(given: Distribution) -> Any:
 
 
 def from_optuna(given: Any) -> Distribution:
-    """Our distribution for one of Optuna's."""
+    """Convert one of Optuna's distributions."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(given, CategoricalDistribution):
@@ -202,7 +203,8 @@ def _check_range(low: float, high: float, log: bool, *, smallest: str) -> None:
 
 
 def _position(value: Any, choices: Sequence[Any]) -> int | None:
-    """Where the value is among the choices, as Optuna compares: 1, 1.0 and True are equal, and NaN equals NaN."""
+    """Return the index of the value among the choices, compared as in Optuna: 1, 1.0 and True are equal, and NaN equals
+    NaN."""
     for index, choice in enumerate(choices):
         if choice is value or bool(choice == value) or (choice != choice and value != value):
             return index

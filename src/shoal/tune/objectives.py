@@ -1,4 +1,4 @@
-"""What a study is after: a metric, or several of which none counts more than another."""
+"""The objectives of a study: one metric, or several of equal rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.tune.trial import Trial
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """The metrics of a study, and which way each is better."""
+    """The metrics of a study, and for each whether it is minimised or maximised."""
 
     names: tuple[str, ...]
     modes: tuple[Mode, ...]
@@ -26,14 +26,15 @@ class Objectives:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As a study's folder remembers them."""
+        """The objectives as the study's folder stores them."""
         if not self.several:
             return {"metric": self.names[0], "mode": self.modes[0]}
         return {"metric": list(self.names), "mode": list(self.modes)}
 
 
 def make_objectives(metric: Any, mode: Any, check: Callable[[str], None]) -> Objectives:
-    """The objectives of `tune`'s arguments; `check` raises where a metric is none of a job's: it may be misspelt."""
+    """Create the objectives from the arguments of `tune`. `check` raises if a metric is unknown, since it may be
+    misspelt."""
     names = (metric,) if isinstance(metric, str) or not isinstance(metric, Sequence) else tuple(metric)
     for name in names or (metric,):
         if not isinstance(name, str) or not name:
@@ -44,11 +45,11 @@ def make_objectives(metric: Any, mode: Any, check: Callable[[str], None]) -> Obj
     if not isinstance(modes, Sequence) or len(modes) != len(names):
         raise TuneError(f"mode is {mode!r}, and there are {len(names)} metrics; use one of 'min', 'max' for each")
     pairs = zip(names, modes, strict=True)
-    return Objectives(names, tuple(_mode(name, one, check) for name, one in pairs))
+    return Objectives(names, tuple(_mode(name, given_mode, check) for name, given_mode in pairs))
 
 
 def _mode(metric: str, mode: Any, check: Callable[[str], None]) -> Mode:
-    """Which way is better."""
+    """Return whether the metric is minimised or maximised."""
     if mode is None:
         mode = direction(metric)
         if mode is None:
@@ -64,7 +65,7 @@ def _mode(metric: str, mode: Any, check: Callable[[str], None]) -> Mode:
 
 
 def check_rank(objectives: Objectives, scheduler: Scheduler) -> None:
-    """TuneError where trials have to be ranked, and several metrics give no rank."""
+    """Raise a TuneError if the scheduler must rank trials, which several metrics do not allow."""
     if objectives.several and not isinstance(scheduler, NoScheduler):
         raise TuneError(
             f"metric names {len(objectives.names)} metrics, and scheduler {scheduler.name!r} ranks trials by one; use "
@@ -73,23 +74,27 @@ def check_rank(objectives: Objectives, scheduler: Scheduler) -> None:
 
 
 def values_of(trial: Trial) -> list[float]:
-    """A trial's values, one for each of the study's metrics."""
+    """Return a trial's values, one for each of the study's metrics."""
     return [float(value) for value in trial.attrs.get("objectives", [trial.value])]
 
 
 def pareto_front(trials: Sequence[Trial], modes: Sequence[Mode]) -> list[Trial]:
-    """The trials to which no other is better in one metric and as good in the others, in the order of their numbers."""
-    known = {t.number: (t, values_of(t)) for t in trials if t.state != "failed"}
+    """Return the trials that no other trial dominates, in order of their numbers.
+
+    A trial dominates another if it is better in one metric and at least as good in the others.
+    """
+    candidates = {t.number: (t, values_of(t)) for t in trials if t.state != "failed"}
     costs = {
         number: [-value if mode == "max" else value for value, mode in zip(values, modes, strict=True)]
-        for number, (_, values) in known.items()
+        for number, (_, values) in candidates.items()
         if not any(map(math.isnan, values))
     }
 
-    def beaten(number: int) -> bool:
-        mine = costs[number]
+    def dominated(number: int) -> bool:
+        own_costs = costs[number]
         return any(
-            theirs != mine and all(a <= b for a, b in zip(theirs, mine, strict=True)) for theirs in costs.values()
+            other_costs != own_costs and all(a <= b for a, b in zip(other_costs, own_costs, strict=True))
+            for other_costs in costs.values()
         )
 
-    return [known[number][0] for number in sorted(costs) if not beaten(number)]
+    return [candidates[number][0] for number in sorted(costs) if not dominated(number)]

@@ -42,7 +42,7 @@ from shoal.tune.space import Space
 from shoal.tune.trial import State, Trial
 
 KEY = "shoal:trial"
-"""The user attribute by which a stored trial is known: the run's key and the trial's number in it."""
+"""The user attribute that identifies a stored trial: the run's key and the trial's number in it."""
 
 
 PROCESS = "shoal:process"
@@ -50,11 +50,11 @@ PROCESS = "shoal:process"
 
 
 HIDDEN = ("space", "sampler", "objectives", "no_job")
-"""Of a trial's attrs, those that say nothing to people."""
+"""Names in a trial's attrs that are not written to the storage."""
 
 
 class OptunaStorage:
-    """A mirror of one study's trials in a storage of Optuna's."""
+    """A mirror of one study's trials in an Optuna storage."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class OptunaStorage:
         run: str | None = None,
         every: float = 2.0,
     ) -> None:
-        """Open the storage, and the study of this name in it; it is made where there is none.
+        """Open the storage, and the study of this name in it; it is created if there is none.
 
         Args:
             storage: A URL such as "sqlite:///study.db", "postgresql+psycopg://user@host/database" or
-                "journal:///study.log", a storage object of Optuna's, or an Optuna study.
-            study: The study's name there.
-            mode: "min" or "max", for each metric; a study that is there must have the same.
-            metric: What the values are, for people.
-            space: The search space; None where make_job suggests its settings.
-            run: What marks the trials of this run; the same after a restart. None: nothing resumes this run, and trials
+                "journal:///study.log", an Optuna storage object, or an Optuna study.
+            study: The study's name in the storage.
+            mode: "min" or "max", for each metric; an existing study must have the same.
+            metric: The name of the values, for people.
+            space: The search space; None if make_job suggests its settings.
+            run: Identifies the trials of this run, also after a restart. None: nothing resumes this run, and trials
                 that it leaves running are marked as failed by the next one that opens the study on this machine.
             every: Seconds between two writes.
         """
@@ -88,91 +88,91 @@ class OptunaStorage:
         _check_compatible(self.study, space)
         self._storage, self._id = self.study._storage, self.study._study_id
         self._write_values = value_writer(self._storage)
-        self._trials: dict[int, Trial] = {}  # those that something is to be written of
+        self._trials: dict[int, Trial] = {}  # trials with something to write
         self._stored: dict[int, _Stored] = {}
         self._begun: dict[int, datetime] = {}  # when this run first saw each trial
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards _trials and _begun
         self._writing = threading.Lock()
         self._wake, self._closed, self._failed = threading.Event(), False, False
-        self._unsure = False  # whether a write was broken off, so that what is stored has to be read again
+        self._unsure = False  # whether a write was interrupted, so that the storage has to be read again
         self._thread: threading.Thread | None = None
         for each in self.study.get_trials(deepcopy=False):
-            if not each.state.is_finished() and _is_left(each.user_attrs.get(PROCESS)):
+            if not each.state.is_finished() and _is_orphaned(each.user_attrs.get(PROCESS)):
                 self._abandon(each._trial_id)
 
     def previous(self) -> list[Trial]:
-        """Trials of the study that ended and that are not this run's: for a sampler to learn from.
+        """Return ended trials of the study that are not this run's, for a sampler to learn from.
 
-        Their numbers are negative, so that none is taken for a trial of this run.
+        Their numbers are negative, so that none is mistaken for a trial of this run.
         """
         trials = self.study.get_trials(deepcopy=False)
         others = [each for each in trials if each.state.is_finished() and self._number(each) is None]
-        return [_as_trial(each, place - len(others)) for place, each in enumerate(others)]
+        return [_as_trial(each, i - len(others)) for i, each in enumerate(others)]
 
     def attach(self, trials: Iterable[Trial]) -> None:
-        """Bring the storage up to these trials, which a restarted study has had: nothing is lost or written twice.
+        """Update the storage with these trials of a restarted study: nothing is lost or written twice.
 
-        Trials of this run that the storage has as running, and that are not among them, have failed: nobody trains
-        them any more.
+        Trials of this run that are running in the storage and are not among them have failed, since nothing trains them
+        any more.
         """
-        known = {trial.number: trial for trial in trials}
-        unknown = {number: each for number, each in self._synchronise().items() if number not in known}
+        by_number = {trial.number: trial for trial in trials}
+        unknown = {number: each for number, each in self._synchronise().items() if number not in by_number}
         for number, each in unknown.items():
             del self._stored[number]  # a trial of this number would be another one
             if not each.state.is_finished():
                 self._abandon(each._trial_id)
         with self._lock:
-            self._trials |= {n: t for n, t in known.items() if not (n in self._stored and self._stored[n].finished)}
+            self._trials |= {n: t for n, t in by_number.items() if not (n in self._stored and self._stored[n].finished)}
         self.flush()
 
     def _synchronise(self) -> dict[int, Any]:
-        """Read what the storage has of this run; its trials by their numbers."""
-        ours = {}
+        """Read what the storage has of this run, and return its trials by number."""
+        by_number = {}
         for each in self.study.get_trials(deepcopy=False):
             number = self._number(each)
             if number is not None:
                 self._stored[number] = _Stored(each._trial_id, set(each.intermediate_values), each.state.is_finished())
-                ours[number] = each
-        return ours
+                by_number[number] = each
+        return by_number
 
     def begin(self, trial: Trial) -> None:
         """Show a trial as running."""
         self._note(trial)
 
     def report(self, trial: Trial, epoch: int, value: float) -> None:
-        """A value of a trial, after an epoch; it is in `trial.values` too, or will be."""
+        """Report a trial's value after an epoch; it is, or will be, in `trial.values` too."""
         with self._lock:
             trial.values.setdefault(epoch, value)
         self._note(trial)
 
     def finish(self, trial: Trial) -> None:
-        """A trial has ended: complete, pruned or failed."""
+        """Report that a trial has ended: complete, pruned or failed."""
         self._note(trial)
 
     def flush(self) -> None:
         """Write everything that has been reported, now.
 
-        Raises what the storage raises; nothing is forgotten then, and the next call tries again.
+        Raises what the storage raises; nothing is lost then, and the next call tries again.
         """
         with self._writing:
             with self._lock:
-                waiting = [_copy(trial) for trial in self._trials.values()]
+                to_write = [_copy(trial) for trial in self._trials.values()]
                 self._trials.clear()
             try:
                 if self._unsure:
                     self._synchronise()
                 self._unsure = True
-                self._write(waiting)
+                self._write(to_write)
                 self._unsure = False
             except BaseException:
                 with self._lock:
-                    self._trials = {trial.number: trial for trial in waiting} | self._trials
+                    self._trials = {trial.number: trial for trial in to_write} | self._trials
                 raise
 
     def close(self) -> None:
-        """Write what is left, and end the thread. Trials under way stay as running: the study may be resumed.
+        """Write what is left, and end the thread. Trials in progress stay as running, since the study may be resumed.
 
-        A storage that cannot be written is a warning: what was trained is worth more than its copy.
+        If the storage cannot be written, it only warns: the trained networks are worth more than this copy.
         """
         with self._lock:
             self._closed = True
@@ -235,7 +235,7 @@ class OptunaStorage:
                 stored.finished = True
 
     def _create(self, trial: Trial) -> None:
-        """The trial as it is, in one transaction."""
+        """Create the trial as it is, in one transaction."""
         notes = {KEY: f"{self.run}/{trial.number}", **self._marks, "bracket": trial.bracket, **_notes(trial)}
         template = frozen(trial, self.space, user_attrs=notes)
         template.datetime_start = self._begun.get(trial.number, template.datetime_start)
@@ -249,7 +249,7 @@ class OptunaStorage:
         self._storage.set_trial_state_values(id, TrialState.FAIL)
 
     def _number(self, stored: Any) -> int | None:
-        """The trial's number in this run; None: it is another's."""
+        """Return the trial's number in this run; None if it belongs to another run."""
         run, _, number = str(stored.user_attrs.get(KEY, "")).rpartition("/")
         return int(number) if run == self.run and number.isdigit() else None
 
@@ -264,7 +264,7 @@ class _Stored:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong in the database, in one line: Optuna's own words for it are the same for all mistakes."""
+    """Return the underlying database error in one line, since Optuna's own message is the same for all errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return describe(error)
@@ -272,27 +272,28 @@ def _cause(error: BaseException) -> str:
 
 def _open(storage: Any, name: str, mode: str | Sequence[str], metric: str | None) -> Any:
     optuna = load_optuna("a storage")
-    wanted = [f"{one}imize" for one in ([mode] if isinstance(mode, str) else mode)]
+    wanted_directions = [f"{item}imize" for item in ([mode] if isinstance(mode, str) else mode)]
     if isinstance(storage, optuna.Study):
         study = storage
     else:
         with silent_log():
             study = optuna.create_study(
-                storage=open_storage(storage), study_name=name, directions=wanted, load_if_exists=True
+                storage=open_storage(storage), study_name=name, directions=wanted_directions, load_if_exists=True
             )
-    directions = [one.name.lower() for one in study.directions]
-    if directions != wanted:
+    directions = [item.name.lower() for item in study.directions]
+    if directions != wanted_directions:
         raise JobError(
             f"the study {study.study_name!r} in the storage is to {' and '.join(directions)}, this one to "
-            f"{' and '.join(wanted)}; use another study name"
+            f"{' and '.join(wanted_directions)}; use another study name"
         )
     if metric is not None and study.user_attrs.get("metric") != metric:
-        study.set_user_attr("metric", metric)  # not by set_metric_names, which renames the column of data frames
+        study.set_user_attr("metric", metric)  # set_metric_names would rename the column of data frames
     return study
 
 
 def _check_compatible(study: Any, space: Space | None) -> None:
-    """JobError where trials of the study had other values for a setting than Optuna lets one study have."""
+    """Raise a JobError if trials of the study had a distribution for a setting that Optuna cannot combine with this
+    one."""
     from optuna.distributions import check_distribution_compatibility
 
     lines = []
@@ -310,7 +311,7 @@ def _check_compatible(study: Any, space: Space | None) -> None:
 
 
 def _notes(trial: Trial) -> dict[str, Any]:
-    """What people see of a trial that has ended, beside its values."""
+    """Return what people see of a trial that has ended, in addition to its values."""
     if not state_of(trial).is_finished():
         return {}
     value = trial.value
@@ -319,19 +320,20 @@ def _notes(trial: Trial) -> dict[str, Any]:
     return {"rung": trial.rung, **more} | ({"error": error} if error else {})
 
 
-def _is_left(process: Any) -> bool:
-    """Whether the process that trained a trial has ended; of one on another machine that is not known."""
+def _is_orphaned(process: Any) -> bool:
+    """Return whether the process that trained a trial has ended; False for one on another machine, where it is not
+    known."""
     pid, _, host = str(process or "").partition(" ")
     return pid.isdigit() and host == socket.gethostname() and not alive(int(pid))
 
 
 def _copy(trial: Trial) -> Trial:
-    """The trial as it is now: its study may change it while it is being written."""
+    """Return a copy of the trial, since its study may change it while it is written."""
     return replace(trial, params=dict(trial.params), values=dict(trial.values), attrs=dict(trial.attrs))
 
 
 def _as_trial(stored: Any, number: int) -> Trial:
-    """A trial of Optuna's as one of ours; of several objectives, all are in its attrs."""
+    """Convert an Optuna trial; the values of several objectives are in its attrs."""
     states: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned"}
     values = {int(step): float(value) for step, value in sorted(stored.intermediate_values.items())}
     if stored.state.name == "COMPLETE" and stored.values is not None and len(stored.values) == 1:

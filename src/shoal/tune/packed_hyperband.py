@@ -1,7 +1,7 @@
-"""Hyperband as Pack's paper groups it, for comparison: inside a rung, packs of a few trials train one after another.
+"""Hyperband as grouped in Pack's paper, for comparison: within a rung, packs of a few trials train one after another.
 
-Shoal itself trains all trials of all brackets at the same time. The paper's packs hold as many networks as its GPU had
-room for, and it forms them at random, of equal batch size, or of nearest neighbours in the search space.
+Shoal itself trains all trials of all brackets at the same time. The paper's packs have as many networks as fit on its
+GPU, and are formed at random, of equal batch size, or of nearest neighbours in the search space.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Packs = list[list[Trial]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedHyperband:
-    """Brackets one after another; inside a rung, packs of `pack_size` trials one after another. For comparison."""
+    """Brackets one after another; within a rung, packs of `pack_size` trials one after another. For comparison."""
 
     grouping: str
     """How packs are formed: "random", "batch" (equal `batch_size`) or "nearest" (neighbours in the search space)."""
@@ -43,7 +43,7 @@ class PackedHyperband:
             raise TuneError("grouping is 'nearest', which needs a search space to measure distances in; pass space")
 
     def brackets(self, goal: Goal) -> list[Bracket]:
-        """Those of Hyperband, each with a first rung before its first epoch, from which its packs begin."""
+        """Return Hyperband's brackets, each with an additional first rung at epoch 0, from which its packs begin."""
         plain = tables.hyperband(goal.max_epochs, self.eta, goal.num_trials)
         return [replace(bracket, rungs=(Rung(bracket.size, 0), *bracket.rungs)) for bracket in plain]
 
@@ -56,60 +56,67 @@ class PackedHyperband:
             members = [trial for trial in trials if trial.bracket == bracket.number]
             if len(members) < bracket.size:
                 return [Start(bracket.number)] * (bracket.size - len(members))
-            resting = [trial for trial in members if _rests(trial)]
+            resting = [trial for trial in members if _waits_at_rung(trial)]
             if any(trial.state in TRAINING for trial in members if trial not in resting):
                 return []
             if resting:
                 return self._next_pack(goal, bracket, members, min(trial.rung for trial in resting))
         return []
 
-    def _next_pack(self, goal: Goal, bracket: Bracket, members: Sequence[Trial], place: int) -> list[Action]:
-        """From a rung at which all have arrived: stop those that are not among its best, let a pack of these go on."""
-        here = [trial for trial in members if trial.rung == place and _rests(trial)]
-        entered = [t for t in members if t.rung > place or t in here or (t.rung == place and t.state == "complete")]
-        best = best_first(entered, bracket.rungs[place].epochs, goal.mode)[: bracket.rungs[place + 1].trials]
-        actions: list[Action] = [Stop(trial.number) for trial in here if trial not in best]
+    def _next_pack(self, goal: Goal, bracket: Bracket, members: Sequence[Trial], rung_index: int) -> list[Action]:
+        """At a rung that all trials have reached, stop those that are not among its best, and promote a pack of the
+        best."""
+        at_rung = [trial for trial in members if trial.rung == rung_index and _waits_at_rung(trial)]
+        entered = [
+            t
+            for t in members
+            if t.rung > rung_index or t in at_rung or (t.rung == rung_index and t.state == "complete")
+        ]
+        best = best_first(entered, bracket.rungs[rung_index].epochs, goal.mode)[: bracket.rungs[rung_index + 1].trials]
+        actions: list[Action] = [Stop(trial.number) for trial in at_rung if trial not in best]
         packs = GROUPINGS[self.grouping](sorted(best, key=lambda trial: trial.number), self.pack_size, goal)
         for pack in packs:
-            if promoted := [Promote(trial.number) for trial in pack if trial in here]:
+            if promoted := [Promote(trial.number) for trial in pack if trial in at_rung]:
                 return [*actions, *promoted]
         return actions
 
 
-def _rests(trial: Trial) -> bool:
-    """Whether it waits at a rung; at the first one, before its first epoch, a trial is as soon as it has begun."""
+def _waits_at_rung(trial: Trial) -> bool:
+    """Return whether a trial waits at a rung. At the first rung, before its first epoch, a trial does so from its
+    start."""
     return trial.state == "paused" or (trial.state == "waiting" and not trial.rung)
 
 
 def at_random(trials: Sequence[Trial], size: int, goal: Goal) -> Packs:
-    """Packs drawn by chance, the same for the same trials and seed."""
+    """Form packs at random, the same for the same trials and seed."""
     drawn = list(trials)
     random.Random(f"{goal.seed}/{[trial.number for trial in trials]}").shuffle(drawn)
     return _chunks(drawn, size)
 
 
 def by_batch_size(trials: Sequence[Trial], size: int, goal: Goal) -> Packs:
-    """Packs of trials whose setting `batch_size` is the same; all of them where the search has no such setting."""
-    alike: dict[Any, list[Trial]] = {}
+    """Form packs of trials with the same `batch_size`; of all trials if the search has no such setting."""
+    by_size: dict[Any, list[Trial]] = {}
     for trial in trials:
-        alike.setdefault(trial.params.get("batch_size"), []).append(trial)
-    return [pack for group in alike.values() for pack in _chunks(group, size)]
+        by_size.setdefault(trial.params.get("batch_size"), []).append(trial)
+    return [pack for group in by_size.values() for pack in _chunks(group, size)]
 
 
 def by_neighbours(trials: Sequence[Trial], size: int, goal: Goal) -> Packs:
-    """The first trial with its nearest neighbours, then the first of the others with its own, and so on."""
-    left, packs = list(trials), list[list[Trial]]()
-    while left:
-        left.sort(key=lambda trial, first=left[0]: (_distance(first, trial, goal.space), trial.number))  # type: ignore[misc]
-        packs.append(left[:size])
-        left = sorted(left[size:], key=lambda trial: trial.number)
+    """Form packs of the first trial and its nearest neighbours, then of the first remaining one and its own, and so
+    on."""
+    remaining, packs = list(trials), list[list[Trial]]()
+    while remaining:
+        remaining.sort(key=lambda trial, first=remaining[0]: (_distance(first, trial, goal.space), trial.number))  # type: ignore[misc]
+        packs.append(remaining[:size])
+        remaining = sorted(remaining[size:], key=lambda trial: trial.number)
     return packs
 
 
 GROUPINGS: dict[str, Callable[[Sequence[Trial], int, Goal], Packs]] = {
     "random": at_random, "batch": by_batch_size, "nearest": by_neighbours,
 }  # fmt: skip
-"""The paper's three rules, by their names here."""
+"""The paper's three rules, by name."""
 
 
 def _chunks(trials: list[Trial], size: int) -> Packs:
@@ -117,7 +124,8 @@ def _chunks(trials: list[Trial], size: int) -> Packs:
 
 
 def _distance(a: Trial, b: Trial, space: Any) -> float:
-    """Between two configurations, where every range is as long as the others; of unlike choices it is 1."""
+    """Return the distance of two configurations, with every range scaled to length 1; different choices have distance
+    1."""
     total = 0.0
     for name, drawn_from in space.items():
         x, y = a.params[name], b.params[name]

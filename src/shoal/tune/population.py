@@ -1,7 +1,8 @@
-"""Population-based training (Jaderberg et al., 2017): the worst take over the state and the parameters of the best.
+"""Population-based training (Jaderberg et al., 2017): the worst trials take over the state and the parameters of the
+best.
 
-All trials train side by side and pause every `interval` epochs. Then each of the worst takes the weights, optimizer and
-random state of one of the best (exploit) and the same parameters, some of them changed a little (explore).
+All trials train together and pause every `interval` epochs. Then each of the worst takes the weights, optimizer and
+random state of one of the best (exploit), and its parameters with some of them changed a little (explore).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from shoal.tune.trial import Trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PBT:
-    """Population-based training: every `interval` epochs the worst trials become copies of the best, and train on with
-    settings of the optimizer that are changed a little."""
+    """Population-based training: every `interval` epochs the worst trials become copies of the best, and continue with
+    slightly changed settings of the optimizer."""
 
     interval: int | None = None
     """Epochs between two decisions; None: a tenth of `max_epochs`."""
     share: float = 0.25
-    """The part of the population that is replaced at each decision, and the part that it is copied from."""
+    """The share of the population that is replaced at each decision, and the share that it is copied from."""
     mutate: tuple[str, ...] | None = None
-    """Parameters that are changed; they must be settings of the optimizer: the job's `hparams` or `clip_norm`. None:
-    all of these that the space has a range for."""
+    """Parameters that are changed. They must be settings of the optimizer: the job's `hparams` or `clip_norm`. None:
+    all of these that have a range in the space."""
     factors: tuple[float, ...] = (0.8, 1.2)
-    """What a number is multiplied by, one of these by chance."""
+    """A number is multiplied by one of these, chosen at random."""
     resample: float = 0.25
-    """How often a parameter is taken from another trial of the population instead."""
+    """The probability that a parameter is taken from another trial of the population instead."""
     name: ClassVar[str] = "pbt"
 
     def check(self, goal: Goal) -> None:
@@ -51,8 +52,8 @@ class PBT:
             raise TuneError(f"mutate is {self.mutate!r}; pass a tuple of names: mutate=({self.mutate!r},)")
         unknown = sorted(set(self.mutate or ()) - set(goal.space))
         if unknown:
-            known = ", ".join(goal.space)
-            raise TuneError(f"mutate names {unknown[0]!r}, which the space does not have; it has {known}")
+            names = ", ".join(goal.space)
+            raise TuneError(f"mutate names {unknown[0]!r}, which the space does not have; it has {names}")
 
     def brackets(self, goal: Goal) -> list[Bracket]:
         return []
@@ -82,7 +83,7 @@ class PBT:
         return actions
 
     def _explore(self, goal: Goal, source: Trial, population: Sequence[Trial], draw: random.Random) -> dict[str, Any]:
-        """The source's parameters, some of them changed."""
+        """Return the source's parameters, some of them changed."""
         params = dict(source.settings)
         for name in self.mutated(goal):
             distribution = goal.space[name]
@@ -93,15 +94,15 @@ class PBT:
         return params
 
     def mutated(self, goal: Goal) -> list[str]:
-        """The names of what is changed."""
+        """Return the names of the parameters that are changed."""
         if self.mutate is not None:
             return list(self.mutate)
-        ranges = [name for name, held in goal.space.items() if not isinstance(held, Choice)]
+        ranges = [name for name, distribution in goal.space.items() if not isinstance(distribution, Choice)]
         return [name for name in ranges if goal.changeable is None or name in goal.changeable]
 
 
 def _changed(distribution: Float | Int, value: Any, factor: float) -> Any:
-    """A value times a factor, inside its range and on its steps."""
+    """Return a value times a factor, inside its range and on its steps."""
     changed = min(distribution.high, max(distribution.low, value * factor))
     step = distribution.step if isinstance(distribution, Float) else distribution.step or 1
     if step is None:

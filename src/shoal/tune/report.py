@@ -13,9 +13,9 @@ from shoal.tune.brackets import Bracket
 from shoal.tune.trial import Trial
 
 MOST_LINES = 400
-"""Trials in one chart, the best ones; more could not be told apart."""
+"""The most trials in one chart, the best ones; more could not be told apart."""
 SHOWN = 20
-"""Trials in the table before the rest is folded away."""
+"""Trials in the table before the rest is folded."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
@@ -48,16 +48,16 @@ def study_report(
     notes: Sequence[str] = (),
     log: Mapping[str, bool] | None = None,
 ) -> str:
-    """The study as one HTML page: best configuration, charts, brackets and all trials.
+    """Return the study as one HTML page: best configuration, charts, brackets and all trials.
 
     Args:
         trials: All trials of the study.
-        brackets: What was planned; empty where there was no plan.
-        metric: What the values are.
+        brackets: The planned brackets; empty if there was no plan.
+        metric: The name of the values.
         mode: "min" or "max".
         title: The heading.
         notes: Lines under the heading, such as how long it took.
-        log: For settings that are numbers in a range: whether that range is logarithmic.
+        log: For settings with a range: whether the range is logarithmic.
     """
     order = ranked(trials, mode)
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="note">{_counts(trials)}</p>']
@@ -88,7 +88,8 @@ _COORDINATES = "One line a trial, the better the stronger. Scroll sideways on a 
 
 
 def ranked(trials: Sequence[Trial], mode: str) -> list[Trial]:
-    """Trials that have a value, the best first; failed ones come last. Of equals, the one that trained longer."""
+    """Return trials that have a value, the best first and failed ones last. Among equals, the one that trained longer
+    is first."""
 
     def key(trial: Trial) -> tuple[bool, float, int, int]:
         value = -trial.value if mode == "max" else trial.value
@@ -114,7 +115,7 @@ def _best(order: Sequence[Trial], metric: str) -> str:
 
 
 def _code(settings: Mapping[str, Any]) -> str:
-    """Settings to copy, with all digits."""
+    """Return the settings with all digits, to copy."""
     return f'<div class="scroll"><pre><code>{escape(repr(dict(settings)))}</code></pre></div>'
 
 
@@ -161,13 +162,13 @@ def _coordinates(order: Sequence[Trial], metric: str, log: Mapping[str, bool] | 
     names = list(dict.fromkeys(name for trial in order for name in trial.settings))
     rows = []
     shown = order[:MOST_LINES]
-    for place, trial in enumerate(shown):
-        share = 1 - place / max(1, len(shown) - 1)
+    for rank, trial in enumerate(shown):
+        share = 1 - rank / max(1, len(shown) - 1)
         color = f"color-mix(in srgb, var(--accent) {round(100 * share**2)}%, var(--line))"
         values = [trial.settings.get(name, "-") for name in names] + [trial.value]
         rows.append((values, color, _label(trial, metric)))
     keep = {metric: order[0].value} if order else {}
-    return parallel([*names, metric], rows[::-1], log=log, keep=keep)  # the best on top
+    return parallel([*names, metric], rows[::-1], log=log, keep=keep)  # draws the best on top
 
 
 def _brackets(brackets: Sequence[Bracket], trials: Sequence[Trial]) -> str:
@@ -212,11 +213,11 @@ def _failed(trials: Sequence[Trial]) -> str:
 
 
 def _folded(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, with what comes after its first rows folded away."""
-    rest = ""
+    """Return a table in which all but the first rows are folded."""
+    folded = ""
     if len(rows) > SHOWN:
-        rest = f"<details><summary>{len(rows) - SHOWN} more</summary>{_table(head, rows[SHOWN:])}</details>"
-    return _table(head, rows[:SHOWN]) + rest
+        folded = f"<details><summary>{len(rows) - SHOWN} more</summary>{_table(head, rows[SHOWN:])}</details>"
+    return _table(head, rows[:SHOWN]) + folded
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

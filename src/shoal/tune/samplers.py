@@ -1,8 +1,8 @@
-"""Samplers: which configuration the next trial tries.
+"""Samplers: which configuration the next trial uses.
 
 A study asks for the configuration of each trial by its number, and reports each trial that has ended. The answer
-depends on the seed, the number and the trials reported before, on nothing else: a study that is started again reports
-to its sampler the trials that it had, and continues as it would have.
+depends only on the seed, the number, and the trials reported before. A restarted study reports its earlier trials to
+the sampler, and continues as it would have.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from shoal.tune.trial import Trial
 
 
 class Sampler(Protocol):
-    """Where configurations come from."""
+    """Provides configurations for trials."""
 
     @property
     def limit(self) -> int | None:
-        """How many different configurations it has; None: no end of them."""
+        """How many different configurations it has; None: unlimited."""
         ...
 
     def ask(self, number: int) -> dict[str, Any]:
-        """The configuration of trial `number`."""
+        """Return the configuration of trial `number`."""
         ...
 
     def suggest(self, number: int) -> Any:
-        """The same for a make_job that suggests its settings itself: what it is given, with the `number`, `params` and
-        `suggest_...` of Optuna's trials."""
+        """Return the suggestions for trial `number`, for a make_job that suggests its settings itself: an object with
+        the `number`, `params` and `suggest_...` of Optuna's trials."""
         ...
 
     def tell(self, trial: Trial) -> None:
         """Learn from a trial that has ended: complete, pruned or failed.
 
-        After a restart, all trials that the study had are given in the order of their numbers, ended or not.
+        After a restart, all trials of the study are given in order of their numbers, ended or not.
         """
         ...
 
 
 def make_sampler(sampler: Any, space: Space | None, *, mode: str | Sequence[str] = "min", seed: int = 0) -> Sampler:
-    """The sampler for "random", "grid", a name or an object of Optuna's, or one of your own, which is used as it is."""
+    """Return the sampler for "random", "grid", a name or an object of Optuna's samplers, or the given object."""
     if sampler == "random":
         return RandomSampler(space, seed)
     if sampler == "grid":
@@ -56,7 +56,7 @@ def make_sampler(sampler: Any, space: Space | None, *, mode: str | Sequence[str]
 
 
 class RandomSampler:
-    """Every trial drawn at random, whatever the others gave."""
+    """Draws every trial at random, independently of other trials."""
 
     limit = None
 
@@ -64,15 +64,15 @@ class RandomSampler:
         self.space, self.seed = space, seed
 
     def ask(self, number: int) -> dict[str, Any]:
-        """The configuration of trial `number`."""
-        return _given(self.space).sample(self.seed, number)
+        """Return the configuration of trial `number`."""
+        return _require_space(self.space).sample(self.seed, number)
 
     def suggest(self, number: int) -> DrawnSuggestions:
-        """Suggestions that are drawn when a name is first asked for."""
+        """Return suggestions that are drawn when a name is first used."""
         return DrawnSuggestions(number, self.seed)
 
     def tell(self, trial: Trial) -> None:
-        """Nothing to learn."""
+        """Ignore the trial: there is nothing to learn."""
 
 
 class GridSampler:
@@ -95,11 +95,11 @@ class GridSampler:
 
     @property
     def limit(self) -> int:
-        """How many combinations there are."""
+        """The number of combinations."""
         return math.prod(map(len, self._values.values()))
 
     def ask(self, number: int) -> dict[str, Any]:
-        """Combination `number`."""
+        """Return combination `number`."""
         if not 0 <= number < self.limit:
             raise JobError(f"trial {number} is beyond the grid, which has {self.limit} combinations")
         params: dict[str, Any] = {}
@@ -109,17 +109,17 @@ class GridSampler:
         return {name: params[name] for name in self._values}
 
     def suggest(self, number: int) -> Any:
-        """A grid suggests nothing."""
+        """Raise a JobError: a grid cannot make suggestions."""
         raise JobError("grid search needs a search space; a make_job that suggests its settings has none")
 
     def tell(self, trial: Trial) -> None:
-        """Nothing to learn."""
+        """Ignore the trial: there is nothing to learn."""
 
 
 class DrawnSuggestions:
-    """Suggestions without Optuna: a setting is drawn at random when its name is first asked for.
+    """Suggestions without Optuna: a setting is drawn at random when its name is first used.
 
-    With `fixed`, the settings of a trial that is made again: those names have their values of then.
+    `fixed` has the settings of a trial that is made again; those names keep their values.
     """
 
     def __init__(self, number: int, seed: int = 0, fixed: Mapping[str, Any] | None = None) -> None:
@@ -131,19 +131,19 @@ class DrawnSuggestions:
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """A float between two ends."""
+        """Suggest a float in a range."""
         return float(self._suggest(name, lambda: Float(low, high, log=log, step=step)))
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """A whole number between two ends."""
+        """Suggest a whole number in a range."""
         return int(self._suggest(name, lambda: Int(low, high, log=log, step=step)))
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
-        """One of some values."""
+        """Suggest one of some values."""
         return self._suggest(name, lambda: Choice(tuple(choices)))
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Keep a value with the trial."""
+        """Store a value with the trial."""
         self.user_attrs[key] = value
 
     def _suggest(self, name: str, make: Any) -> Any:
@@ -164,7 +164,7 @@ class DrawnSuggestions:
         return value
 
 
-def _given(space: Space | None) -> Space:
+def _require_space(space: Space | None) -> Space:
     if space is None:
         raise JobError("there is no search space to draw from; pass one, or a make_job that suggests its settings")
     return space

@@ -1,9 +1,9 @@
-"""Schedulers: which trials begin, continue and stop, decided from plain data.
+"""Schedulers: decide which trials begin, continue and stop, from plain data.
 
     actions = scheduler.decide(goal, trials)
 
 A decision is a pure function of the trials: their brackets, rungs, states and values. A study that was killed reads its
-trials again and decides the same, and the tests need no network. A rung keeps the best: NaN comes last, and among
+trials again and decides the same, and tests need no network. A rung keeps the best trials: NaN comes last, and among
 equals the trial with the lower number comes first.
 """
 
@@ -25,15 +25,15 @@ TRAINING = ("waiting", "running")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a study asks of its scheduler."""
+    """What a study requires of its scheduler."""
 
     max_epochs: int
     mode: Mode
     num_trials: int | None = None
-    """How many configurations there are; None: as many as the scheduler wants."""
+    """How many configurations there are; None: as many as the scheduler chooses."""
     seed: int = 0
     space: Any = None
-    """For schedulers that change parameters on the way."""
+    """The search space, for schedulers that change parameters during training."""
     changeable: tuple[str, ...] | None = None
     """The parameters that may be changed while a trial trains; None: all."""
 
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Let a trial train on to its next rung."""
+    """Let a trial continue to its next rung."""
 
     number: int
 
@@ -61,7 +61,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Exploit:
-    """Give a trial the state of another one and these parameters, and let it train on to its next rung."""
+    """Give a trial the state of another one and these parameters, and let it continue to its next rung."""
 
     number: int
     source: int
@@ -72,25 +72,25 @@ Action = Start | Promote | Stop | Exploit
 
 
 class Scheduler(Protocol):
-    """Decides what becomes of trials."""
+    """Decides which trials begin, continue and stop."""
 
     name: ClassVar[str]
 
     def check(self, goal: Goal) -> None:
-        """TuneError where this goal cannot be met."""
+        """Raise a TuneError if the scheduler cannot be used for this goal."""
 
     def brackets(self, goal: Goal) -> list[Bracket]:
-        """What is planned, for people; empty where there is no plan beforehand."""
+        """Return the planned brackets, for display; empty if there is no plan beforehand."""
 
     def until(self, goal: Goal, trial: Trial) -> int:
-        """The epoch at which a trial pauses for the next decision, or ends."""
+        """Return the epoch at which a trial pauses for the next decision, or ends."""
 
     def decide(self, goal: Goal, trials: Sequence[Trial]) -> list[Action]:
-        """What to do now. Trials that were paused, and that no action names, stay paused."""
+        """Return what to do now. Paused trials without an action stay paused."""
 
 
 def best_first(trials: Sequence[Trial], epoch: int, mode: Mode) -> list[Trial]:
-    """These trials by their values at an epoch, the best one first; one that ended before it by its last value."""
+    """Sort trials by their values at an epoch, the best first; a trial that ended before it by its last value."""
 
     def key(trial: Trial) -> tuple[bool, float, int]:
         value = trial.value_at(min(epoch, trial.epochs))
@@ -101,17 +101,18 @@ def best_first(trials: Sequence[Trial], epoch: int, mode: Mode) -> list[Trial]:
 
 
 def thin(bracket: Bracket, trials: Sequence[Trial], mode: Mode) -> list[Action]:
-    """The decisions of a bracket's rungs at which all trials have arrived. A trial that failed is no survivor."""
+    """Return the decisions at those rungs of a bracket that all trials have reached. A failed trial does not
+    survive."""
     actions: list[Action] = []
-    for place, (rung, following) in enumerate(zip(bracket.rungs, bracket.rungs[1:], strict=False)):
-        here = [trial for trial in trials if trial.rung == place]
-        paused = [trial for trial in here if trial.state == "paused"]
-        if any(trial.state in TRAINING for trial in here):
+    for rung_index, (rung, next_rung) in enumerate(zip(bracket.rungs, bracket.rungs[1:], strict=False)):
+        at_rung = [trial for trial in trials if trial.rung == rung_index]
+        paused = [trial for trial in at_rung if trial.state == "paused"]
+        if any(trial.state in TRAINING for trial in at_rung):
             break
         if not paused:
             continue
-        entered = [trial for trial in here if trial.state in ("paused", "complete")]
-        survivors = {trial.number for trial in best_first(entered, rung.epochs, mode)[: following.trials]}
+        entered = [trial for trial in at_rung if trial.state in ("paused", "complete")]
+        survivors = {trial.number for trial in best_first(entered, rung.epochs, mode)[: next_rung.trials]}
         actions += [Promote(t.number) if t.number in survivors else Stop(t.number) for t in paused]
     return actions
 
@@ -123,7 +124,7 @@ class Hyperband:
     eta: int = 3
     """Keep one in eta at each rung."""
     together: bool = True
-    """Train all brackets at the same time; False: one after another, so that a sampler learns from those before."""
+    """Train all brackets at the same time; False: one after another, so that a sampler learns from earlier ones."""
     name: ClassVar[str] = "hyperband"
 
     def check(self, goal: Goal) -> None:
@@ -142,8 +143,8 @@ class Hyperband:
             members = [trial for trial in trials if trial.bracket == bracket.number]
             missing = bracket.size - len(members)
             actions += [Start(bracket.number)] * missing or thin(bracket, members, goal.mode)
-            over = not missing and all(t.state not in (*TRAINING, "paused") for t in members)
-            if not self.together and not over:
+            finished = not missing and all(t.state not in (*TRAINING, "paused") for t in members)
+            if not self.together and not finished:
                 break
         return actions
 
@@ -155,7 +156,7 @@ class SuccessiveHalving:
     eta: int = 3
     """Keep one in eta at each rung."""
     min_epochs: int = 1
-    """Where the first rung is, at least."""
+    """The earliest epoch of the first rung."""
     name: ClassVar[str] = "successive-halving"
 
     def check(self, goal: Goal) -> None:
@@ -176,13 +177,12 @@ class SuccessiveHalving:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ASHA:
     """Successive halving without waiting: a trial continues as soon as it is among the best one in eta of those that
-    have reached its rung, and while none is, new trials begin. What it decides depends on which trials arrive first.
-    """
+    have reached its rung; otherwise new trials begin. Its decisions depend on which trials arrive first."""
 
     eta: int = 3
     """Keep one in eta at each rung."""
     min_epochs: int = 1
-    """Where the first rung is, at least."""
+    """The earliest epoch of the first rung."""
     parallel: int = 32
     """How many trials train at the same time."""
     name: ClassVar[str] = "asha"
@@ -210,18 +210,22 @@ class ASHA:
         promoted = self._promotable(goal, trials)[:free]
         actions: list[Action] = [Promote(number) for number in promoted]
         actions += [Start(0)] * max(0, min(free - len(promoted), new))
-        if not actions and not training:  # nobody will arrive any more
+        if not actions and not training:  # no more trials will arrive
             actions += [Stop(trial.number) for trial in trials if trial.state == "paused"]
         return actions
 
     def _promotable(self, goal: Goal, trials: Sequence[Trial]) -> list[int]:
-        """Those that may continue, the ones at the highest rung first."""
+        """Return the trials that may continue, those at the highest rung first."""
         numbers: list[int] = []
         rungs = self._rungs(goal)
-        for place in range(len(rungs) - 2, -1, -1):
-            here = [t for t in trials if t.rung > place or (t.rung == place and t.state not in (*TRAINING, "failed"))]
-            top = best_first(here, rungs[place], goal.mode)[: len(here) // self.eta]
-            numbers += [t.number for t in top if t.state == "paused" and t.rung == place]
+        for rung_index in range(len(rungs) - 2, -1, -1):
+            arrived = [
+                t
+                for t in trials
+                if t.rung > rung_index or (t.rung == rung_index and t.state not in (*TRAINING, "failed"))
+            ]
+            top = best_first(arrived, rungs[rung_index], goal.mode)[: len(arrived) // self.eta]
+            numbers += [t.number for t in top if t.state == "paused" and t.rung == rung_index]
         return numbers
 
 

@@ -31,13 +31,13 @@ _FORMS: dict[str, tuple[Callable[..., Distribution], str]] = {
     "int": (lambda low, high, step=1: Int(low, high, step=step), "low, high or low, high, step"),
     "log-int": (lambda low, high: Int(low, high, log=True), "low, high"),
 }
-"""By their first word: what makes the distribution, and what follows the word."""
+"""By the first word of the short form: what creates the distribution, and the arguments after the word."""
 _EXAMPLES = '("log", 1e-5, 1e-1), ("uniform", 0, 0.5), ("int", 1, 4), ("log-int", 16, 1024) or a list of choices'
 
 
 @dataclass(frozen=True, slots=True)
 class Space(Mapping[str, Distribution]):
-    """A search space that has been checked: distributions by their names."""
+    """A checked search space: distributions by name."""
 
     distributions: Mapping[str, Distribution]
 
@@ -51,14 +51,15 @@ class Space(Mapping[str, Distribution]):
         return len(self.distributions)
 
     def sample(self, seed: int, number: int) -> dict[str, Any]:
-        """The configuration of one trial. A value depends on (seed, number, its name) and its distribution alone."""
+        """Draw the configuration of one trial. A value depends only on (seed, number, its name) and its
+        distribution."""
         return {name: each.sample(generator_for(seed, number, name)) for name, each in self.items()}
 
     def check(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """These settings in the order of the space, as Python's own numbers.
+        """Return these settings in the order of the space, as plain Python numbers.
 
         Raises:
-            JobError: when a setting is missing, unknown, or outside its distribution; one line for each.
+            JobError: If a setting is missing, unknown, or outside its distribution; one line for each.
         """
         lines = [f"{name} is missing; the search space has it" for name in self if name not in params]
         lines += [f"{name!r} is not in the search space; it has {_listed(self)}" for name in params if name not in self]
@@ -73,7 +74,7 @@ class Space(Mapping[str, Distribution]):
         return plain
 
     def check_storable(self) -> None:
-        """Raise a JobError where a choice is no plain value, which neither a folder nor a storage could hold."""
+        """Raise a JobError if a choice is not a plain value, which a folder or storage could not hold."""
         lines = [
             f"{name}: the choice {_short(value)} cannot be stored; use None, a bool, a number or a string, and build "
             "the object from it in make_job"
@@ -86,29 +87,29 @@ class Space(Mapping[str, Distribution]):
             raise JobError(*lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The space as JSON can hold it; `parse` reads it back."""
+        """Return the space in a form that JSON can hold; `parse` reads it back."""
         return {name: each.to_json() for name, each in self.items()}
 
     def to_optuna(self) -> dict[str, Any]:
-        """Optuna's distributions."""
+        """Return Optuna's distributions."""
         from shoal.tune.distributions import to_optuna
 
         return {name: to_optuna(each) for name, each in self.items()}
 
 
 def generator_for(seed: int, number: int, name: str) -> random.Random:
-    """The generator of one setting of one trial: the same whatever else is drawn, and in whichever order."""
+    """Return the generator of one setting of one trial. It does not depend on what else is drawn, or in which order."""
     return random.Random(f"{seed}/{number}/{name}")
 
 
 def parse(space: Any) -> Space:
-    """A search space from its short form, or from Optuna's distributions.
+    """Create a search space from its short form, or from Optuna's distributions.
 
     >>> parse({"lr": ("log", 1e-5, 1e-1), "width": [64, 128]})["width"].choices
     (64, 128)
 
     Raises:
-        JobError: with one line for each mistake.
+        JobError: With one line for each mistake.
     """
     if isinstance(space, Space):
         return space
@@ -132,10 +133,10 @@ def parse(space: Any) -> Space:
 
 
 def distribution(given: Any) -> Distribution:
-    """One distribution from its short form, or from Optuna's.
+    """Create a distribution from its short form, or from Optuna's.
 
     Raises:
-        JobError: saying what is wrong with it.
+        JobError: With what is wrong with it.
     """
     if isinstance(given, Float | Int | Choice):
         return given

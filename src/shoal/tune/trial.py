@@ -1,4 +1,4 @@
-"""A trial: one configuration of a search, and what came of it."""
+"""A trial: one configuration of a search, and its outcome."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ State = Literal["waiting", "running", "paused", "complete", "pruned", "failed"]
 
 @dataclass(slots=True)
 class Trial:
-    """One configuration of a study. Plain data: it can be written as JSON and read again."""
+    """One configuration of a study, as plain data that can be written to JSON and read again."""
 
     number: int
-    """Its place in the study, from 0."""
+    """Its number in the study, from 0."""
     params: dict[str, Any]
-    """What was drawn for it, by the names of the search space; `settings` are what it has now."""
+    """The values that were drawn for it, by the names of the search space; `settings` has its current ones."""
     state: State = "waiting"
     """`paused`: it has reached its rung and waits for the others. `pruned`: it was stopped at a rung."""
     values: dict[int, float] = field(default_factory=dict)
@@ -27,9 +27,9 @@ class Trial:
     error: str | None = None
     """Why it failed, in one line."""
     attrs: dict[str, Any] = field(default_factory=dict)
-    """What else belongs to it: a scheduler's notes, the settings that population-based training gave it."""
+    """Other data: a scheduler's notes, the settings that population-based training gave it."""
     kept_epoch: int | None = None
-    """The epoch whose weights it keeps, where its job has keep="best"; None: the last one."""
+    """The epoch whose weights it keeps, if its job has keep="best"; None: the last one."""
 
     @property
     def name(self) -> str:
@@ -38,26 +38,26 @@ class Trial:
 
     @property
     def epochs(self) -> int:
-        """Epochs that it has a value for."""
+        """The last epoch for which it has a value."""
         return max(self.values, default=0)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its parameters as they are now: those drawn for it, or those that population-based training gave it."""
+        """Its current parameters: those drawn for it, or those that population-based training gave it."""
         current: dict[str, Any] = self.attrs.get("params", self.params)
         return current
 
     @property
     def value(self) -> float:
-        """The metric of the weights that it keeps: at its last epoch, or at its best one where its job has keep="best";
-        NaN where it has none."""
+        """The metric of the weights that it keeps: at its last epoch, or at its best one if its job has keep="best";
+        NaN if it has none."""
         return self.value_at(self.epochs if self.kept_epoch is None else self.kept_epoch)
 
     @property
     def ended(self) -> bool:
-        """Whether it trains no further."""
+        """Whether it has stopped training for good."""
         return self.state in ("complete", "pruned", "failed")
 
     def value_at(self, epoch: int) -> float:
-        """The metric at an epoch; NaN where it has none."""
+        """Return the metric at an epoch; NaN if it has none."""
         return self.values.get(epoch, math.nan)

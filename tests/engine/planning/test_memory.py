@@ -147,16 +147,16 @@ def test_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert memory.memory_budget(cpu, 123) == 123
     assert 0 < memory.memory_budget(cpu) < memory.free_bytes(cpu) * 1.1
     monkeypatch.setattr(memory, "_available", lambda: 1000)
-    monkeypatch.setattr(memory, "_group_free", lambda: 500)
+    monkeypatch.setattr(memory, "_cgroup_free", lambda: 500)
     assert memory.memory_budget(cpu) == 450
 
 
 def test_the_limit_of_a_container(tmp_path: Path) -> None:
-    assert memory._group_free(tmp_path) is None
+    assert memory._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
-    assert memory._group_free(tmp_path) == 300000
+    assert memory._cgroup_free(tmp_path) == 300000
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
-    assert memory._group_free(tmp_path) == 500000
+    assert memory._cgroup_free(tmp_path) == 500000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._group_free(tmp_path) is None
+    assert memory._cgroup_free(tmp_path) is None

@@ -275,7 +275,7 @@ def test_an_update_that_breaks_off_ends_its_members(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("the update cannot go on")
 
     monkeypatch.setattr(Rule, "update_all_", breaks_off)
-    monkeypatch.setattr("shoal.engine.stack.stacked_optimizer._at_once", lambda *_: None)
+    monkeypatch.setattr("shoal.engine.stack.stacked_optimizer._fast_update", lambda *_: None)
     monkeypatch.setattr("shoal.engine.stack._flat_state.suits_copies", lambda *_: False)
     results = shoal.train(jobs(), device="cpu")
     assert {(result.status, result.tier) for result in results} == {("failed", "stacked")}

@@ -66,7 +66,7 @@ def test_many_at_once_and_no_memory_to_share(monkeypatch: pytest.MonkeyPatch) ->
     state = {name: value for name, value in VALUES.items() if value.layout == torch.strided}
     for shared in (True, False):
         if not shared:
-            monkeypatch.setattr(_messages, "_written", lambda *_: None)
+            monkeypatch.setattr(_messages, "_write_shared", lambda *_: None)
         arrived = _sent(state)
         for name, value in state.items():
             torch.testing.assert_close(arrived[name], value, rtol=0, atol=0)

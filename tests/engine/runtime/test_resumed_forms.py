@@ -82,14 +82,14 @@ def test_the_setting_that_nothing_is_compiled_counts_more(tried: list[str]) -> N
 
 
 def test_a_form_that_fails_here_is_chosen_anew(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = test_choose._choose_form._timed
+    real = test_choose._choose_form._time_replays
 
     def timed(unit: Any, form: Any) -> Any:
         if form.name == "streams":
             raise RuntimeError("not on this device")
         return real(unit, form)
 
-    monkeypatch.setattr(test_choose._choose_form, "_timed", timed)
+    monkeypatch.setattr(test_choose._choose_form, "_time_replays", timed)
     assert set(arranged(dict.fromkeys(range(4), "streams")).values()) == {"stacked compiled"}
 
 

@@ -258,7 +258,7 @@ def test_large_networks_stay_together_where_threads_do_more(
     monkeypatch.delenv("SHOAL_WORKERS", raising=False)
     monkeypatch.setattr(sharing, "workers_for", lambda *_, **__: 2)
     monkeypatch.setattr(sharing, "predicted_seconds", lambda *_: 100.0)
-    monkeypatch.setattr(sharing, "_at_once", lambda *_: apart)
+    monkeypatch.setattr(sharing, "_parallel_step_seconds", lambda *_: apart)
     monkeypatch.setattr(sharing, "lone_seconds", lambda _: here)
     assert sharing.processes_for(members, planning, None) == count
     torch.set_num_threads(1)
@@ -268,5 +268,5 @@ def test_large_networks_stay_together_where_threads_do_more(
 def test_steps_of_several_processes_are_timed() -> None:
     member = prepare(jobs(1), torch.device("cpu"))[0]
     before = [p.clone() for p in member.model.parameters()]
-    assert 0 < sharing._at_once(member, 2) < 60
+    assert 0 < sharing._parallel_step_seconds(member, 2) < 60
     assert all(torch.equal(a, b) for a, b in zip(before, member.model.parameters(), strict=True))

@@ -266,13 +266,13 @@ def test_as_many_rows_as_are_best_and_no_more() -> None:
 def test_copies_do_not_depend_on_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """One copy for each dtype, and one for all that is known of those who come with state of their own."""
     made: list[torch.dtype] = []
-    real = transfer._copied
+    real = transfer._copy_flat
 
     def copied(parts: list[Tensor], device: torch.device) -> Tensor:
         made.append(parts[0].dtype)
         return real(parts, device)
 
-    monkeypatch.setattr(transfer, "_copied", copied)
+    monkeypatch.setattr(transfer, "_copy_flat", copied)
 
     def counted(count: int) -> tuple[list[str], list[str]]:
         members, trace_cache = members_of([{}] * 4), TraceCache()

@@ -34,13 +34,13 @@ TENSORS: list[Tensor] = [
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Everything is elsewhere; the tensors of each copy that is made."""
     made: list[int] = []
-    real = transfer._copied
+    real = transfer._copy_flat
 
     def copied(parts: list[Tensor], device: torch.device) -> Tensor:
         made.append(len(parts))
         return real(parts, device)
 
-    monkeypatch.setattr(transfer, "_copied", copied)
+    monkeypatch.setattr(transfer, "_copy_flat", copied)
     monkeypatch.setattr(transfer, "is_away", lambda tensor, device: True)
     yield made
 
@@ -77,7 +77,7 @@ def test_a_device_without_room_for_all_of_them_at_once(copies: list[int], monkey
     def full(parts: list[Tensor], device: torch.device) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(transfer, "_copied", full)
+    monkeypatch.setattr(transfer, "_copy_flat", full)
     assert_same(transfer.moved(TENSORS, CPU), TENSORS)
 
 

@@ -36,7 +36,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return replace(form, seconds=SECONDS[form.name], compile_seconds=3.0 if form.compiled else 0.0)
 
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(_choose_form, "_timed", timed)
+    monkeypatch.setattr(_choose_form, "_time_replays", timed)
     monkeypatch.setattr(_choose_form, "held", lambda: (next(grown), 7))
     monkeypatch.setattr(_choose_form, "clear", lambda: None)
     another_process(monkeypatch)
@@ -91,14 +91,14 @@ def test_what_was_tried_is_not_tried_again(tried: list[str], monkeypatch: pytest
 def test_what_cannot_be_compiled_here_is_not(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(4, 10**9, compile=True).compiled
     another_process(monkeypatch)  # without a compiler
-    before = _choose_form._timed
+    before = _choose_form._time_replays
 
     def timed(unit: CapturedUnit, form: Form) -> Form:
         if form.compiled:
             raise RuntimeError("no compiler")
         return before(unit, form)
 
-    monkeypatch.setattr(_choose_form, "_timed", timed)
+    monkeypatch.setattr(_choose_form, "_time_replays", timed)
     for _ in range(2):
         del tried[:]
         assert chosen(4, 10**9, compile=True).name == "stacked"
@@ -113,7 +113,7 @@ def test_full_memory_is_not_held_against_a_form(
     another_process(monkeypatch)
     if not compile:  # what need not be compiled is only tried where it is not remembered
         monkeypatch.setenv("SHOAL_CACHE", str(Path(os.environ["SHOAL_CACHE"]) / "empty"))
-    before, name = _choose_form._timed, "stacked compiled" if compile else "stacked"
+    before, name = _choose_form._time_replays, "stacked compiled" if compile else "stacked"
 
     def full(unit: CapturedUnit, form: Form) -> Form:
         if form.name == name:
@@ -121,7 +121,7 @@ def test_full_memory_is_not_held_against_a_form(
         return before(unit, form)
 
     with monkeypatch.context() as crowded:
-        crowded.setattr(_choose_form, "_timed", full)
+        crowded.setattr(_choose_form, "_time_replays", full)
         assert chosen(4, 10**9, compile=compile).name != name
     assert chosen(4, 10**9, compile=compile).name == name, "the next group has room"
 
@@ -170,13 +170,13 @@ def asserting(where: str) -> Any:
 
 
 def test_what_torch_asserts_is_a_form_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choose_form, "_timed", asserting(torch.__file__))
+    monkeypatch.setattr(_choose_form, "_time_replays", asserting(torch.__file__))
     made, trace_cache = recipes(4, steps=10**5)
     assert _choose_form.choose(made, trace_cache, {}, "auto", stackable=True) is None
 
 
 def test_an_invariant_of_ours_that_does_not_hold_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choose_form, "_timed", asserting(_choose_form.__file__))
+    monkeypatch.setattr(_choose_form, "_time_replays", asserting(_choose_form.__file__))
     made, trace_cache = recipes(4, steps=10**5)
     with pytest.raises(AssertionError, match="an invariant"):
         _choose_form.choose(made, trace_cache, {}, "auto", stackable=True)

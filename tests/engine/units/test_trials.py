@@ -96,7 +96,7 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
     perf_cache.cache_file().write_text('{"damaged')
     monkeypatch.setattr(trials, "_verdicts", {})
     planned(members())
-    assert len(calls) == 2 and trials._remembered(trials.digest(recipe(members(1)[0])[0])) == slow
+    assert len(calls) == 2 and trials._stored_verdict(trials.digest(recipe(members(1)[0])[0])) == slow
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -37,8 +37,8 @@ def hold(columns: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the [M] columns (numbers in `dtype`, or booleans), fenced if traced."""
     if not columns or not is_traced():
         return columns
-    held = _hold(torch.stack([column.to(dtype) for column in columns.values()])).unbind(0)
+    stored = _hold(torch.stack([column.to(dtype) for column in columns.values()])).unbind(0)
     return {
         name: values != 0 if columns[name].dtype == torch.bool else values
-        for name, values in zip(columns, held, strict=True)
+        for name, values in zip(columns, stored, strict=True)
     }

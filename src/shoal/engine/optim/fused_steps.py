@@ -28,9 +28,10 @@ def step_of(optimizer: Optimizer) -> Callable[[], None]:
     its settings, and its parameters' device and dtype.
     """
     if type(optimizer) not in (Adam, AdamW) or torch.get_default_dtype() is not torch.float32:
-        return lambda: _own(optimizer)  # with another default dtype, torch's fused step counter has another dtype
+        # with another default dtype, torch's fused step counter has another dtype
+        return lambda: _plain_step(optimizer)
     if "step" in vars(optimizer) or not all(map(_suits, optimizer.param_groups)):
-        return lambda: _own(optimizer)
+        return lambda: _plain_step(optimizer)
     return FusedStep(optimizer)
 
 
@@ -48,7 +49,7 @@ def clearing(optimizer: Optimizer) -> Callable[[], None]:
     return clear
 
 
-def _own(optimizer: Optimizer) -> None:
+def _plain_step(optimizer: Optimizer) -> None:
     optimizer.step()
 
 
@@ -70,10 +71,10 @@ class FusedStep:
     def __call__(self) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        if not all(map(_plain, groups)):  # a schedule may have changed them
+        if not all(map(_has_plain_settings, groups)):  # a schedule may have changed them
             optimizer.step()
             return
-        columns = [_columns(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
+        columns = [_tensor_lists(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
         if None not in columns:
             with torch.no_grad():
                 for index, (group, lists) in enumerate(zip(groups, columns, strict=True)):
@@ -104,7 +105,7 @@ class FusedStep:
         counters += 1
 
 
-def _plain(group: dict[str, Any]) -> bool:
+def _has_plain_settings(group: dict[str, Any]) -> bool:
     """Return whether the kernel takes the group's settings as they are.
 
     It does not take tensors, which have their own dtype in torch's plain arithmetic, nor 1 for True.
@@ -119,17 +120,17 @@ def _hooked(optimizer: Any) -> bool:
     return bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def _columns(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:
+def _tensor_lists(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:
     """Return parameters, gradients and states of a group; None if torch must handle them itself, such as at the first
     step."""
     columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
     params, grads, averages, squares, maxima, steps = columns
-    known, maximum = optimizer.state, group["amsgrad"]
+    states, maximum = optimizer.state, group["amsgrad"]
     for param in group["params"]:
         grad = param.grad
         if grad is None:
             continue
-        state = known.get(param)
+        state = states.get(param)
         if not state or grad.layout is not torch.strided:
             return None
         params.append(param)

@@ -138,9 +138,9 @@ class ScheduleRunner:
         """Advance the schedule after `count` optimizer steps."""
         if self._scheduler is not None and self.every == "step":
             for _ in range(count):
-                self._move()
+                self._advance()
 
-    def _move(self, *metric: float) -> None:
+    def _advance(self, *metric: float) -> None:
         assert self._scheduler is not None
         if self.error is None:
             try:
@@ -159,11 +159,11 @@ class ScheduleRunner:
         if self._scheduler is None or self.every == "step":
             return
         if not self.needs_metric:
-            self._move()
+            self._advance()
         elif metric is None:
             raise ValueError(f"{type(self._scheduler).__name__} needs a value each epoch, and this epoch has none")
         else:
-            self._move(metric)
+            self._advance(metric)
 
     def can_table(self) -> bool:
         """Return whether the coming steps can be computed ahead and undone: the scheduler's state must be complete."""

@@ -99,13 +99,13 @@ def optimizer_state_dict(
     """
     assert len(entries) == sum(len(group["params"]) for group in skeleton), "a state for every parameter"
     param_groups = [
-        {**group, **{name: _like(group.get(name), value) for name, value in settings.items() if name != "params"}}
+        {**group, **{name: _in_form_of(group.get(name), value) for name, value in settings.items() if name != "params"}}
         for group, settings in zip(skeleton, groups, strict=True)
     ]
     return {"state": {i: dict(entry) for i, entry in enumerate(entries) if entry}, "param_groups": param_groups}
 
 
-def _like(old: Any, new: Any) -> Any:
+def _in_form_of(old: Any, new: Any) -> Any:
     """Return the new value in the form that the group has: a tensor stays a tensor, and an equal number stays as
     written."""
     if isinstance(old, Tensor):

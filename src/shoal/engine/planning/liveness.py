@@ -58,10 +58,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._see(leaf)
+                self._record(leaf)
         return out
 
-    def _see(self, tensor: Tensor) -> None:
+    def _record(self, tensor: Tensor) -> None:
         """Record the tensor's storage unless it is known, and watch for when it is freed."""
         storage = tensor.untyped_storage()
         storage_id = storage._cdata
@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns the moment after which `held` counts.
         """
         for tensor in tensors:
-            self._see(tensor)
+            self._record(tensor)
         return self.mark()
 
     def mark(self) -> int:

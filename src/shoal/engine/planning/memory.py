@@ -206,13 +206,13 @@ def lone_bytes(member: Member) -> int:
 
 def data_bytes(members: Iterable[Member]) -> int:
     """Return the bytes of the members' data, each tensor counted once."""
-    seen: dict[tuple[int, tuple[int, ...]], int] = {}
+    sizes: dict[tuple[int, tuple[int, ...]], int] = {}
     for member in members:
         for view in (member.data, member.val):
             if view is not None and isinstance(view.source, TensorSource):
-                held = [part for leaf in view.source.leaves for part in parts(leaf)]
-                seen |= {(part.data_ptr(), tuple(part.shape)): nbytes(part) for part in held}
-    return sum(seen.values())
+                tensors = [part for leaf in view.source.leaves for part in parts(leaf)]
+                sizes |= {(part.data_ptr(), tuple(part.shape)): nbytes(part) for part in tensors}
+    return sum(sizes.values())
 
 
 def keep_heap() -> None:
@@ -237,7 +237,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(unreserved(device) + spare)
-    limits = [value for value in (_available(), _group_free()) if value is not None]
+    limits = [value for value in (_available(), _cgroup_free()) if value is not None]
     return min(limits) if limits else 8 << 30
 
 
@@ -261,7 +261,7 @@ def _available() -> int | None:
         return None
 
 
-def _group_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def _cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the free bytes in this process's control group (a container); None if it sets no limit."""
     free = []
     for limit, used, files in (

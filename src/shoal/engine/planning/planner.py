@@ -235,20 +235,20 @@ def cost(request: Request, members: int) -> tuple[float, float]:
 
 def predictions(request: Request, members: int) -> dict[str, float]:
     """Return predicted seconds of a step of so many members of this kind, and of compiling it, as far as known."""
-    known: dict[str, float] = {}
+    result: dict[str, float] = {}
     rows = max(members, LEAST)
     if request.tier != "serial" and request.seconds is not None:
-        known["step_seconds"] = request.seconds.at(rows)
+        result["step_seconds"] = request.seconds.at(rows)
     elif request.tier == "serial" and request.alone is not None:
-        known["step_seconds"] = request.alone * members
+        result["step_seconds"] = request.alone * members
     if request.alone is not None:
-        known["alone_seconds"] = request.alone * members
-    if request.compile_seconds is not None and request.compiled is not None and "step_seconds" in known:
-        known["compile_seconds"] = request.compile_seconds
-        pays = pays_after(request.compile_seconds, known["step_seconds"], request.compiled.at(rows))
+        result["alone_seconds"] = request.alone * members
+    if request.compile_seconds is not None and request.compiled is not None and "step_seconds" in result:
+        result["compile_seconds"] = request.compile_seconds
+        pays = pays_after(request.compile_seconds, result["step_seconds"], request.compiled.at(rows))
         if pays is not None:
-            known["compile_pays_after_steps"] = float(pays)
-    return known
+            result["compile_pays_after_steps"] = float(pays)
+    return result
 
 
 def pays_after(compile_seconds: float, plain: float, compiled: float) -> int | None:

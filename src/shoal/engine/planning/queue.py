@@ -72,11 +72,11 @@ class Queue:
         self._turn += 1
         self._tickets[index] = replace(self._tickets[index], running=running, since=now, turn=self._turn)
 
-    def add_device_time(self, index: int, seconds: float, left: float) -> None:
+    def add_device_time(self, index: int, seconds: float, seconds_left: float) -> None:
         """Add device time that a job has used, and set how much it is predicted to have left."""
         ticket = self._tickets[index]
         self._owners[ticket.owner] += seconds
-        self._tickets[index] = replace(ticket, device_seconds=ticket.device_seconds + seconds, seconds=left)
+        self._tickets[index] = replace(ticket, device_seconds=ticket.device_seconds + seconds, seconds=seconds_left)
 
     def remove(self, index: int) -> None:
         """Remove a job that has ended."""

@@ -54,10 +54,10 @@ def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: 
     if isinstance(source, LoaderSource):
         if step_state.shared_with(Walk({"data": source.loader.parts})):
             source.try_reading()
-            _refuse(step_state, "reading its data")
+            _refuse_if_changed(step_state, "reading its data")
     elif streamed:
         member.data.take(0, min(2, member.shape_rows))
-        _refuse(step_state, "reading its data")
+        _refuse_if_changed(step_state, "reading its data")
     if schedule_writes and step_state.shared_with(Walk({"schedule": job.schedule})):
         with preserved({"schedule": job.schedule}):
             _try_schedule(member, ScheduleRunner(settings, kind, job.schedule), step_state)
@@ -75,12 +75,12 @@ def _try_schedule(member: Member, schedule: ScheduleRunner, step_state: Watch) -
             schedule.step()
         except Exception:  # it will raise in training too, and end that member there
             return
-        _refuse(step_state, "its schedule")
+        _refuse_if_changed(step_state, "its schedule")
     if steps > MOST_STEPS:
         raise Untraceable("its schedule writes to what its step reads, and has too many steps to be tried beforehand")
 
 
-def _refuse(step_state: Watch, cause: str) -> None:
+def _refuse_if_changed(step_state: Watch, cause: str) -> None:
     """Raise Untraceable if the watched state has changed."""
     for path in step_state.changes().values():
         raise Untraceable(f"{cause} changes what its step reads ({say(path)})")

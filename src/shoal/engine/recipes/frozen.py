@@ -39,13 +39,13 @@ class FrozenWeights:
 
     def number(self, recipe: Recipe, indices: Sequence[int]) -> int:
         """Return a number that is the same for all recipes of one key whose tensors at these indices are equal."""
-        tensors = _state(recipe, indices)
-        known = self._known.setdefault(recipe.key, [])
-        for number, others in known:
+        tensors = _tensors_at(recipe, indices)
+        groups = self._known.setdefault(recipe.key, [])
+        for number, others in groups:
             if all(a is b or same_bits(a, b) for a, b in zip(tensors, others, strict=True)):
                 return number
-        known.append((next(self._numbers), tensors))
-        return known[-1][0]
+        groups.append((next(self._numbers), tensors))
+        return groups[-1][0]
 
 
 def share(recipes: Sequence[Recipe], trace_cache: TraceCache) -> None:
@@ -72,7 +72,7 @@ def frozen_indices(recipe: Recipe, trace_cache: TraceCache) -> tuple[int, ...]:
     first = next(iter(recipe.steps.values()))
     named = dict(recipe.member.model.named_parameters())
     trained = {i for i, name in enumerate(first.params) if named[name].requires_grad}
-    written = set().union(*(_written(trace) for trace in recipe.steps.values()))
+    written = set().union(*(_written_indices(trace) for trace in recipe.steps.values()))
     owned = enumerate(first.nodes[: len(first.params) + len(first.buffers)])
     read = {i for i, node in owned if any(user.op != "output" for user in node.users)}
     indices = read - trained - written
@@ -87,25 +87,25 @@ def _written_in_validation(member: Member, step: Trace, trace_cache: TraceCache)
         traces = trace_cache.validations(member)
     except Untraceable:
         return set(range(len(names)))
-    written = {[*trace.params, *trace.buffers][i] for trace in traces for i in _written(trace)}
+    written = {[*trace.params, *trace.buffers][i] for trace in traces for i in _written_indices(trace)}
     return {i for i, name in enumerate(names) if name in written}
 
 
-def _written(trace: Trace) -> set[int]:
+def _written_indices(trace: Trace) -> set[int]:
     """Return the indices of the parameters and buffers that a graph writes to or returns changed."""
     owned = len(trace.params) + len(trace.buffers)
-    place = {node: index for index, node in enumerate(trace.nodes[:owned])}
+    index_of = {node: index for index, node in enumerate(trace.nodes[:owned])}
     written: set[int] = set()
     for node in trace.nodes:
         schema = getattr(node.target, "_schema", None)
-        flag = next((place for op, place in _WRITERS.items() if node.target is op), None)
+        flag = next((index_of for op, index_of in _WRITERS.items() if node.target is op), None)
         if schema is not None and schema.is_mutable:
-            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+            written |= {index_of[root] for root in map(origin, node.all_input_nodes[:1]) if root in index_of}
         if flag is not None and (len(node.args) <= flag or node.args[flag]):
-            written |= {place[root] for root in map(origin, node.all_input_nodes) if root in place}
+            written |= {index_of[root] for root in map(origin, node.all_input_nodes) if root in index_of}
     outputs = [node for node in trace.nodes[-1].args[0] if isinstance(node, Node)]  # type: ignore[union-attr]
     buffers_after = outputs[len(outputs) - len(trace.buffers) :] if trace.buffers else []
-    unchanged = {place[node] for node in buffers_after if node in place}
+    unchanged = {index_of[node] for node in buffers_after if node in index_of}
     return written | (set(range(len(trace.params), owned)) - unchanged)
 
 
@@ -118,7 +118,7 @@ def alike_in_all(models: Sequence[nn.Module], trace: Trace) -> frozenset[int]:
     )
 
 
-def _state(recipe: Recipe, indices: Sequence[int]) -> list[Tensor]:
+def _tensors_at(recipe: Recipe, indices: Sequence[int]) -> list[Tensor]:
     trace = next(iter(recipe.steps.values()))
     model = recipe.member.model
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())

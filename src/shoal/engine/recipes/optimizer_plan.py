@@ -69,7 +69,7 @@ class OptimizerPlan:
         return (self.kind, tuple(map(tuple, self.groups)), common)
 
 
-def _its_own(optimizer: Optimizer) -> bool:
+def _is_customized(optimizer: Optimizer) -> bool:
     """Return whether this optimizer differs from a new one of its class: hooks, a replaced `step`, or state."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
@@ -81,7 +81,7 @@ def _its_own(optimizer: Optimizer) -> bool:
     return any(hooks) or "step" in vars(optimizer) or started
 
 
-def _narrow(group: dict[str, Any]) -> bool:
+def _has_coarse_setting(group: dict[str, Any]) -> bool:
     """Return whether a setting is a tensor of lower precision than the parameters; torch computes in that precision."""
     settings = (value for name, value in group.items() if name != "params")
     leaves = [x for x in pytree.tree_leaves(list(settings)) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -90,7 +90,7 @@ def _narrow(group: dict[str, Any]) -> bool:
     return any(torch.finfo(x.dtype).eps > least for x in leaves)
 
 
-def _keeps_state(runner: ScheduleRunner, state: PythonState) -> bool:
+def _has_side_effects(runner: ScheduleRunner, state: PythonState) -> bool:
     """Return whether creating or stepping the schedule changes Python state. Then only the real one may be used, in
     order.
 
@@ -133,7 +133,7 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     with draws(member, keep=False):
         fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    is_plain = not _its_own(fresh) and not any(map(_narrow, fresh.param_groups))
+    is_plain = not _is_customized(fresh) and not any(map(_has_coarse_setting, fresh.param_groups))
     splits = [split_hparams(kind, group) if is_plain else None for group in settings]
     if any(split is None for split in splits):
         if any(drawn_by_optimizer(job, model)):
@@ -141,7 +141,7 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
         return OptimizerPlan(kind, groups, settings, None)
     runner = ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
     trial_runner = None if state is None else ScheduleRunner(settings, kind, job.schedule, job.schedule_every)
-    if runner.foreign or (state is not None and trial_runner is not None and _keeps_state(trial_runner, state)):
+    if runner.foreign or (state is not None and trial_runner is not None and _has_side_effects(trial_runner, state)):
         return OptimizerPlan(kind, groups, settings, None)
     if member.optimizer_state:
         runner.resume(member.optimizer_state["param_groups"], member.schedule_state)

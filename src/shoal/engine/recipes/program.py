@@ -84,7 +84,7 @@ class Program:
         self._shared = frozenset(shared)
         self.written = written_params(self.trace)
         """Indices of the parameters that the step itself writes to."""
-        self._carries = self._propagate(stacked_batch)
+        self._carries = self._find_stacked(stacked_batch)
         self._shared_inputs = [i for i in self._shared if self.members and self._inputs[i] not in self._carries]
         self._instructions = self._build()
 
@@ -96,7 +96,7 @@ class Program:
             noise: Gives the random draws.
         """
         values: list[Any] = [None] * len(self._position)
-        values[: len(state) + len(batch)] = self._enter(state, batch)
+        values[: len(state) + len(batch)] = self._prepare_inputs(state, batch)
         self._noise = noise
         grad = torch.is_grad_enabled()
         try:
@@ -108,13 +108,13 @@ class Program:
         finally:
             torch.set_grad_enabled(grad)
             self._noise = _no_noise
-        flat = [self._leave(node, values) for node in self._outputs]
+        flat = [self._output(node, values) for node in self._outputs]
         outputs, buffers = pytree.tree_unflatten(flat, self.trace.out_spec)
         return outputs, buffers
 
     # --- which values carry members ---------------------------------------------------------------------------------
 
-    def _propagate(self, stacked_batch: Sequence[bool]) -> set[Node]:
+    def _find_stacked(self, stacked_batch: Sequence[bool]) -> set[Node]:
         """Return the nodes whose values have a member axis.
 
         A value that a step writes members' values into needs the axis too, so this repeats until nothing changes.
@@ -122,7 +122,7 @@ class Program:
         if not self.members:
             return set()
         num_state = len(self.trace.params) + len(self.trace.buffers)
-        widened = self._never_shared() if self.deterministic else set()
+        widened = self._always_stacked() if self.deterministic else set()
         while True:
             stacked = [*(i not in self._shared for i in range(num_state)), *stacked_batch]
             carries = {node for node, carried in zip(self._inputs, stacked, strict=True) if carried} | widened
@@ -138,14 +138,14 @@ class Program:
                 return carries
             widened |= {origin(node) for node in written} | written
 
-    def _never_shared(self) -> set[Node]:
+    def _always_stacked(self) -> set[Node]:
         """Return the nodes that always get a member axis in a deterministic program, whether or not members share
         them."""
         num_state = len(self.trace.params) + len(self.trace.buffers)
         constants = [node for node in self.trace.nodes if node.op == "get_attr"]
         return {*self._inputs[num_state:], *(n for n in constants if self.trace.constant(n).is_floating_point())}
 
-    def _widened(self, node: Node) -> bool:
+    def _gets_axis(self, node: Node) -> bool:
         """Return whether a value gets a member axis although it depends on no member's own data."""
         varies = self._varies(self._position[node], node)
         return node in self._carries and not varies and not any(n in self._carries for n in node.all_input_nodes)
@@ -154,7 +154,7 @@ class Program:
         """Return whether a node reads members' own numbers, constants or random draws."""
         return any(path[0] == index for path in self._scalars) or index in self._constants or self._is_random(node)
 
-    def _enter(self, state: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+    def _prepare_inputs(self, state: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
         """Return the program's inputs, with the member axis removed from shared ones and added where it is needed."""
         values = [*state, *batch]
         for index in self._shared_inputs:
@@ -163,7 +163,7 @@ class Program:
             values[index] = values[index].unsqueeze(0).repeat(self.members, *[1] * values[index].dim())
         return values
 
-    def _leave(self, node: Any, values: list[Any]) -> Any:
+    def _output(self, node: Any, values: list[Any]) -> Any:
         """Return an output of the program, always with a member axis."""
         if not isinstance(node, Node):
             return node
@@ -198,7 +198,7 @@ class Program:
         return instructions
 
     def _is_forced_input(self, node: Node, leaf: int) -> bool:
-        return self._widened(node) and not self._stacked_batch[leaf]
+        return self._gets_axis(node) and not self._stacked_batch[leaf]
 
     def _constant(self, index: int, node: Node) -> Tensor:
         """Return the value of a constant of the graph, stacked if members differ in it."""
@@ -207,7 +207,7 @@ class Program:
         if index in self._constants:
             return torch.stack([value.detach().to(self.device) for value in self._constants[index]])
         value = self.trace.constant(node).detach().to(self.device)
-        return value.unsqueeze(0).repeat(self.members, *[1] * value.dim()) if self._widened(node) else value
+        return value.unsqueeze(0).repeat(self.members, *[1] * value.dim()) if self._gets_axis(node) else value
 
     def _instruction(self, index: int, node: Node) -> tuple[Callable[..., Any], list[Any]]:
         """Return the function of a node's instruction, and its arguments."""
@@ -216,8 +216,8 @@ class Program:
         rules.refuse_side_writes(node.target)
         arguments = self._arguments(index, node)
         needs_rule = self._is_random(node) or node.target in rules.ALONE
-        if not needs_rule and (node not in self._carries or self._widened(node)):
-            run = _plain(node.target, node, self.members if self._widened(node) else 0)
+        if not needs_rule and (node not in self._carries or self._gets_axis(node)):
+            run = _call_shared(node.target, node, self.members if self._gets_axis(node) else 0)
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
         ctx = OpContext(
             node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw,
@@ -277,7 +277,7 @@ def _resolve(arg: Any, values: list[Any]) -> Any:
     return arg
 
 
-def _plain(op: Any, node: Node, widen: int) -> Callable[..., Any]:
+def _call_shared(op: Any, node: Node, widen: int) -> Callable[..., Any]:
     """Return a function that calls an operator on shared values.
 
     Args:

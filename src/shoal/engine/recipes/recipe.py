@@ -59,7 +59,7 @@ class Recipe:
         frozen = tuple(p.requires_grad for _, p in member.model.named_parameters())
         self.key = (
             tuple((rows, skeleton(graph)) for rows, graph in self.steps.items()),
-            frozen, _reads(member), job.accumulate, job.precision, job.step is None, member.data.source.streamed,
+            frozen, _reading_key(member), job.accumulate, job.precision, job.step is None, member.data.source.streamed,
             member.device,
         )  # fmt: skip
         if job.average is not None:
@@ -165,7 +165,7 @@ class TraceCache:
         """A number for each kind of code, which does not depend on the floating-point numbers in it."""
         self._by_kind: dict[Hashable, Known] = {}
         """Recorded traces, by kind and by the shapes of the batch."""
-        self._shapes: dict[Hashable, tuple[str, str]] = {}
+        self._format_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
         self._programs: dict[Hashable, Program] = {}
         self.proofs = Proofs()
@@ -231,9 +231,9 @@ class TraceCache:
         """Raise Untraceable if other rows give a batch of other shapes, as padding to the longest row does."""
         view = member.data
         key = (id(view.source), rows, len(view))
-        if key not in self._shapes:
-            self._shapes[key] = (_shapes(batch), _shapes(sample(member, rows, last=True)))
-        first, last = self._shapes[key]
+        if key not in self._format_shapes:
+            self._format_shapes[key] = (_format_shapes(batch), _format_shapes(sample(member, rows, last=True)))
+        first, last = self._format_shapes[key]
         if first != last:
             raise Untraceable(f"its batches have different shapes ({first}, {last})")
 
@@ -264,8 +264,8 @@ class TraceCache:
     def forget(self, model: nn.Module) -> None:
         """Drop what was recorded of this model, since Python state that its step reads has changed."""
         model_print = self._prints.pop(model, None)
-        self._traces = {key: made for key, made in self._traces.items() if key[0][0] != model_print}
-        self._known = {code: made for code, made in self._known.items() if code[0] != model_print}
+        self._traces = {key: record for key, record in self._traces.items() if key[0][0] != model_print}
+        self._known = {code: record for code, record in self._known.items() if code[0] != model_print}
         self._by_kind.clear()
 
     def graph(
@@ -289,38 +289,38 @@ class TraceCache:
         shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
         if model not in self._prints:
             self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))
-        held: list[Any] = []
-        code = (self._prints[model], fingerprint(function, hold=held), repr(spec), precision, evaluating)
+        function_objects: list[Any] = []
+        code = (self._prints[model], fingerprint(function, hold=function_objects), repr(spec), precision, evaluating)
         key = (code, shapes)
         if key not in self._traces or self._traces[key].read.changes():
             kind = without_floats(code)
-            made: Trace | Untraceable
+            result: Trace | Untraceable
             watch = Watch()
             watch.add(0, {"step": function}, model, private=True)  # the model's own attributes are in its fingerprint
             try:
-                model_on_device = _beside(model, leaves)
-                known = self._by_kind.setdefault((kind, shapes), [])
-                derived = derive(known, code, model_on_device, call, batch, reached=function, evaluating=evaluating)
-                made = derived or trace(
+                model_on_device = _on_batch_device(model, leaves)
+                derivable = self._by_kind.setdefault((kind, shapes), [])
+                derived = derive(derivable, code, model_on_device, call, batch, reached=function, evaluating=evaluating)
+                result = derived or trace(
                     model_on_device, call, batch, precision=precision, evaluating=evaluating, reached=function,
                     twice=twice and kind not in self._kinds,
                 )  # fmt: skip
                 if derived is None:
-                    remember(known, code, made)
-                made.kind = self._kinds.setdefault(kind, len(self._kinds))
-                first = self._known.setdefault(code, made)
-                if made is not first and made.like(first):
-                    made.first = first
+                    remember(derivable, code, result)
+                result.kind = self._kinds.setdefault(kind, len(self._kinds))
+                first = self._known.setdefault(code, result)
+                if result is not first and result.like(first):
+                    result.first = first
             except Untraceable as refusal:
-                made = refusal
-            self._traces[key] = _Record(made, watch, [*self._held.get(model, ()), *held])
+                result = refusal
+            self._traces[key] = _Record(result, watch, [*self._held.get(model, ()), *function_objects])
         recorded = self._traces[key].made
         if isinstance(recorded, Untraceable):
             raise recorded
         return recorded
 
 
-def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
+def _on_batch_device(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
     """Return the model on the batch's device. The models of members in a stack on a GPU stay on the CPU."""
     first = next(model.parameters(), None)
     if first is None or not leaves or first.device == leaves[0].device:
@@ -328,7 +328,7 @@ def _beside(model: nn.Module, leaves: list[Tensor]) -> nn.Module:
     return copy.deepcopy(model).to(leaves[0].device)
 
 
-def _reads(member: Member) -> Hashable:
+def _reading_key(member: Member) -> Hashable:
     """Return what members need in common to read batches together. Members that share a DataLoader get all its
     batches."""
     source = member.data.source
@@ -366,7 +366,7 @@ def sample(member: Member, rows: int, last: bool = False) -> Any:
         raise Untraceable(f"some of its rows cannot be read ({describe(error)})") from error
 
 
-def _shapes(batch: Any) -> str:
+def _format_shapes(batch: Any) -> str:
     """Format the shapes of a batch for a message."""
     return ", ".join(
         str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in pytree.tree_leaves(batch)

@@ -36,7 +36,7 @@ def attention(ctx: OpContext) -> Run:
             raise NotStackable("attention with dropout in half precision, with bits that must not depend on others")
         return once_per_member(ctx)
     if drops or steady:
-        return _by_hand(ctx, drops)
+        return _plain_attention(ctx, drops)
     if not ctx.members:
         return ctx.call
     ndim = ctx.ndim(0)
@@ -61,7 +61,7 @@ def attention(ctx: OpContext) -> Run:
     return run
 
 
-def _by_hand(ctx: OpContext, drops: bool) -> Run:
+def _plain_attention(ctx: OpContext, drops: bool) -> Run:
     """Compute attention like torch's reference, with each member's own random draws for dropout."""
     members, grouped = ctx.members, bool(ctx.args[7])
     q_meta, k_meta, v_meta = (ctx.meta(i) for i in range(3))
@@ -125,10 +125,10 @@ def _masked_softmax(weights: Tensor) -> Tensor:
 
 def _scale(ctx: OpContext) -> Any:
     """Return the factor of the products: a number, or a column of one number per member."""
-    given, width = ctx.args[6], ctx.meta(0).shape[-1]
-    if isinstance(given, PerMember):
-        return ctx.column(given, len(ctx.out.shape), ctx.out.dtype)
-    return 1 / math.sqrt(width) if given is None else given
+    scale, width = ctx.args[6], ctx.meta(0).shape[-1]
+    if isinstance(scale, PerMember):
+        return ctx.column(scale, len(ctx.out.shape), ctx.out.dtype)
+    return 1 / math.sqrt(width) if scale is None else scale
 
 
 class Attention(torch.autograd.Function):

@@ -35,8 +35,8 @@ _CONV = {
 @rule(*_CONV)
 def convolution(ctx: OpContext) -> Run:
     spatial = _CONV[ctx.op]
-    if _one_filter_for_all(ctx, spatial):
-        return _as_more_rows(ctx)
+    if _shares_filter(ctx, spatial):
+        return _run_as_one_batch(ctx)
     if op_context.one_by_one(ctx) or ctx.ndim(0) != spatial + 2 or not ctx.stacked(1):
         return once_per_member(ctx)
     members, has_x, op = ctx.members, ctx.stacked(0), ctx.call
@@ -65,14 +65,14 @@ def convolution(ctx: OpContext) -> Run:
     return run
 
 
-def _one_filter_for_all(ctx: OpContext, spatial: int) -> bool:
+def _shares_filter(ctx: OpContext, spatial: int) -> bool:
     """Return whether all members have the same filter, on a GPU; on a CPU a member's bits would depend on the
     others."""
     differ = any(ctx.args[i] is not None and ctx.stacked(i) for i in (1, 2))
     return ctx.device.type != "cpu" and not ctx.varies and not differ and ctx.ndim(0) == spatial + 2
 
 
-def _as_more_rows(ctx: OpContext) -> Run:
+def _run_as_one_batch(ctx: OpContext) -> Run:
     """Run the operator with the members' images as one batch."""
     op, members = ctx.call, ctx.members
     return lambda x, *rest: unfold(op(fold(x), *rest), members)
@@ -88,19 +88,19 @@ def _window(ctx: OpContext) -> Window | None:
     _, _, _, stride, padding, dilation, groups = ctx.args
     if groups != 1:
         return None
-    stride, dilation = (_each(value, len(size)) for value in (stride, dilation))
+    stride, dilation = (_per_dim(value, len(size)) for value in (stride, dilation))
     if isinstance(padding, str):
         spans = [gap * (side - 1) for side, gap in zip(size, dilation, strict=True)]
         if padding == "same" and any(span % 2 for span in spans):  # asymmetric padding
             return None
         padding = [span // 2 if padding == "same" else 0 for span in spans]
-    values = [size, stride, _each(padding, len(size)), dilation]
+    values = [size, stride, _per_dim(padding, len(size)), dilation]
     if len(size) == 1:  # treated as an image of one row
         values = [(fill, *value) for fill, value in zip((1, 1, 0, 1), values, strict=True)]
     return Window.of([number for pair in values for number in pair])
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
+def _per_dim(value: Any, count: int) -> tuple[int, ...]:
     """Return a number for every dimension; a single number stands for all of them."""
     numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * count if len(numbers) == 1 else numbers
@@ -139,11 +139,11 @@ class Convolution(torch.autograd.Function):
             rows = torch.bmm(grad, _matrix(weight, bias, ctx.window))
             x_grad = add_patches(rows, ctx.window.numbers, list(x.shape))
         if of_weight or of_bias:
-            both = torch.bmm(grad.mT, _rows(x, ctx.window))
+            weight_and_bias = torch.bmm(grad.mT, _rows(x, ctx.window))
             count = weight[0, 0].numel()
-            by_tap = both[..., :count].reshape(*weight.shape[:2], *weight.shape[3:], weight.shape[2])
+            by_tap = weight_and_bias[..., :count].reshape(*weight.shape[:2], *weight.shape[3:], weight.shape[2])
             weight_grad = by_tap.movedim(-1, 2).contiguous()
-            bias_grad = both[..., count] if of_bias else None
+            bias_grad = weight_and_bias[..., count] if of_bias else None
         return x_grad, weight_grad, bias_grad, None
 
 
@@ -197,7 +197,7 @@ def rowwise(ctx: OpContext) -> Run:
     if ctx.varies or ctx.ndim(0) not in (sample, sample + 1):
         return once_per_member(ctx)
     op, members, batched = ctx.call, ctx.members, ctx.ndim(0) == sample + 1
-    tiles = _side_by_side(ctx) if batched else None
+    tiles = _pooling_tiles(ctx) if batched else None
     if tiles is not None and ctx.device.type == "cuda":
         pooling.prepare(ctx.out.dtype, ctx.meta(0).shape[1:], tiles)
 
@@ -213,11 +213,11 @@ def rowwise(ctx: OpContext) -> Run:
     return run
 
 
-def _side_by_side(ctx: OpContext) -> tuple[int, int] | None:
+def _pooling_tiles(ctx: OpContext) -> tuple[int, int] | None:
     """Return the window size of a max pooling whose windows neither overlap nor leave gaps; else None."""
     if ctx.op is not aten.max_pool2d.default:
         return None
     _, size, stride, padding, dilation, ceil = ctx.args
-    height, width = _each(size, 2)
-    plain = _each(padding, 2) == (0, 0) and _each(dilation, 2) == (1, 1) and not ceil
-    return (height, width) if plain and (not stride or _each(stride, 2) == (height, width)) else None
+    height, width = _per_dim(size, 2)
+    plain = _per_dim(padding, 2) == (0, 0) and _per_dim(dilation, 2) == (1, 1) and not ceil
+    return (height, width) if plain and (not stride or _per_dim(stride, 2) == (height, width)) else None

@@ -36,7 +36,7 @@ def linear(ctx: OpContext) -> Run:
     members, (has_x, has_w) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
     has_b = ctx.args[2] is not None and ctx.stacked(2)
     leading = tuple(ctx.out.shape[:-1])
-    shares_weights = _in_common(ctx, 1, 2)
+    shares_weights = _all_shared(ctx, 1, 2)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if shares_weights:
@@ -50,7 +50,7 @@ def linear(ctx: OpContext) -> Run:
     return run
 
 
-def _in_common(ctx: OpContext, *indices: int) -> bool:
+def _all_shared(ctx: OpContext, *indices: int) -> bool:
     """Return whether these arguments are shared, so that members' inputs can be more rows of one product.
 
     It is False on a CPU, where a member's bits would depend on the other members.
@@ -91,7 +91,7 @@ def addmm(ctx: OpContext) -> Run:
     if ctx.varies or any(value != 1 for value in ctx.args[3:]):
         return general(ctx)
     members, flags = ctx.members, [ctx.stacked(i) for i in range(3)]
-    shares_weights = _in_common(ctx, 0, 2) and ctx.ndim(0) == 1
+    shares_weights = _all_shared(ctx, 0, 2) and ctx.ndim(0) == 1
 
     def run(bias: Tensor, x: Tensor, y: Tensor, *_: Any) -> Tensor:
         if shares_weights:
@@ -112,7 +112,7 @@ def matmul(ctx: OpContext) -> Run:
         return once_per_member(ctx)
     members, (has_a, has_b) = ctx.members, (ctx.stacked(0), ctx.stacked(1))
     out_shape = tuple(ctx.out.shape)
-    shares_weights = _in_common(ctx, 1) and a > 1 and b == 2
+    shares_weights = _all_shared(ctx, 1) and a > 1 and b == 2
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         if shares_weights:

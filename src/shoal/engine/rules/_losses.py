@@ -99,7 +99,7 @@ def cross_entropy(ctx: OpContext) -> Run:
         over_classes = -smooth.sum(2) * counted
         classes = log_probs.shape[2]
         plain, extra = _averaged(rows, weights, reduction), _averaged(over_classes, weights, reduction)
-        return _mixed(plain, extra, smoothing, classes)
+        return _smoothed(plain, extra, smoothing, classes)
 
     if not ctx.deterministic and not flags[1] and reduction == _NONE and smoothing == 0.0 and not takes_log_probs:
         return lambda x, y, weight, *_: unfold(
@@ -120,7 +120,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, ignore: int, reduction: int) -> Tensor:
-        axis = 1 if _across(x) else 2
+        axis = 1 if _classes_first(x) else 2
         log_probs = F.log_softmax(x.transpose(1, 2).contiguous() if axis == 1 else x, axis)
         counted = y != ignore
         index = torch.where(counted, y, 0).unsqueeze(axis)
@@ -142,7 +142,7 @@ class _CrossEntropy(torch.autograd.Function):
         return of_x.transpose(1, 2) if ctx.axis == 1 else of_x, None, None, None
 
 
-def _across(x: Tensor) -> bool:
+def _classes_first(x: Tensor) -> bool:
     """Return whether to move the classes away from the last dimension.
 
     With fewer classes than a CPU vector holds, torch is much slower along the last dimension than along another one,
@@ -153,12 +153,12 @@ def _across(x: Tensor) -> bool:
 
 def _log_softmax(x: Tensor) -> Tensor:
     """Return log_softmax over the classes of [M, B, C, ...]."""
-    if not _across(x):
+    if not _classes_first(x):
         return F.log_softmax(x, 2)
     return F.log_softmax(x.transpose(1, 2).contiguous(), 1).transpose(1, 2)
 
 
-def _mixed(target_loss: Tensor, class_losses: Tensor, smoothing: float | PerMember, classes: int) -> Tensor:
+def _smoothed(target_loss: Tensor, class_losses: Tensor, smoothing: float | PerMember, classes: int) -> Tensor:
     """Return the label-smoothed loss, from the loss against the target and the loss summed over all classes."""
     if not isinstance(smoothing, PerMember):
         mixed: Tensor = (1.0 - smoothing) * target_loss + class_losses * (smoothing / classes)

@@ -35,7 +35,7 @@ def lstm(x_MTBD: Tensor, h_MBH: Tensor, c_MBH: Tensor, params: list[Tensor], rev
     return out
 
 
-def _up(size: int) -> int:
+def _round_up(size: int) -> int:
     """Round up to a multiple of `SIDE`."""
     return size + -size % SIDE
 
@@ -59,11 +59,11 @@ class _Sizes:
 
     @property
     def P(self) -> int:
-        return _up(self.B)
+        return _round_up(self.B)
 
     @property
     def K(self) -> int:
-        return _up(self.H + self.D + self.has_bias)
+        return _round_up(self.H + self.D + self.has_bias)
 
     @property
     def steps(self) -> list[tuple[int, int, int]]:
@@ -128,7 +128,7 @@ class Columns(torch.autograd.Function):
         M, H, B = n.M, n.H, n.B
         of_x, of_h, of_c, *of_weights, _ = ctx.needs_input_grad
         slopes, cell_slopes = _slopes(n, cells, gates)
-        rows = n.K if of_x else _up(H)  # the rows of a step's input whose gradient is needed
+        rows = n.K if of_x else _round_up(H)  # the rows of a step's input whose gradient is needed
         back_MRG = w_MGK[:, :, :rows].mT
         of_reads = reads.new_zeros(n.T + 1, M, rows, n.P)
         of_cell = reads.new_zeros(M, 2 * H, n.P)[:, :H]
@@ -221,10 +221,10 @@ class Rows(torch.autograd.Function):
             of_h = torch.bmm(of_gate, w_hh)
             of_gates.append(of_gate)
         of_all_gates = torch.stack(of_gates if reverse else of_gates[::-1], 1)  # [M, T, B, 4H]
-        return (*_of_inputs(ctx.needs_input_grad, x, first, w_ih, out, of_all_gates, reverse, (of_h, of_c)), None)
+        return (*_input_gradients(ctx.needs_input_grad, x, first, w_ih, out, of_all_gates, reverse, (of_h, of_c)), None)
 
 
-def _of_inputs(
+def _input_gradients(
     needed: tuple[bool, ...], x: Tensor, first: Tensor, w_ih: Tensor, out: Tensor, of_gates: Tensor, reverse: bool,
     of_state: tuple[Tensor | None, Tensor | None],
 ) -> list[Tensor | None]:  # fmt: skip

@@ -27,7 +27,7 @@ def layer_norm(ctx: OpContext) -> Run:
     ndim, flags = ctx.ndim(0), [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
-        out = F.layer_norm(_wide(x), shape, None, None, eps)
+        out = F.layer_norm(_to_float(x), shape, None, None, eps)
         if weight is not None:
             out = out * (pad_dims(weight, len(shape), ndim) if flags[2] else weight)
         if bias is not None:
@@ -44,7 +44,7 @@ def rms_norm(ctx: OpContext) -> Run:
     ndim, has_w = ctx.ndim(0), ctx.args[2] is not None and ctx.stacked(2)
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        out = F.rms_norm(_wide(x), shape, None, eps)
+        out = F.rms_norm(_to_float(x), shape, None, eps)
         if weight is None:
             return out
         return out * (pad_dims(weight, len(shape), ndim) if has_w else weight)
@@ -60,7 +60,7 @@ def group_norm(ctx: OpContext) -> Run:
     flags = [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
 
     def run(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
-        out = unfold(F.group_norm(fold(_wide(x)), groups, None, None, eps), members)
+        out = unfold(F.group_norm(fold(_to_float(x)), groups, None, None, eps), members)
         if weight is not None:
             out = out * _channel(weight, flags[2], ndim)
         if bias is not None:
@@ -70,7 +70,7 @@ def group_norm(ctx: OpContext) -> Run:
     return run
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_float(x: Tensor) -> Tensor:
     """Convert half precision to float32, so that the result is rounded once, as inside the operator;
     `_registry.in_own_dtype` converts it back."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -116,7 +116,7 @@ def batch_norm(ctx: OpContext) -> Run:
             update_running(mean, var, m, v, count)
             normalised: Tensor = out
             return normalised
-        x_float = _wide(x)
+        x_float = _to_float(x)
         if from_batch:
             v, m = torch.var_mean(x_float, axes, correction=0, keepdim=True)
             update_running(mean, var, m, v, count)
@@ -149,7 +149,7 @@ class BatchNorm(torch.autograd.Function):
         scale = torch.rsqrt(var + eps.to(var.dtype))
         ctx.save_for_backward(x, weight, bias, eps, mean, scale)
         ctx.mark_non_differentiable(mean, var)
-        out = (_wide(x) - _channel(mean, True, x.dim() - 1)) * _channel(scale, True, x.dim() - 1)
+        out = (_to_float(x) - _channel(mean, True, x.dim() - 1)) * _channel(scale, True, x.dim() - 1)
         if weight is not None:
             out = out * _channel(weight, True, x.dim() - 1)
         if bias is not None:
@@ -167,8 +167,8 @@ class BatchNorm(torch.autograd.Function):
         count, ndim = rows.shape[1], x.dim() - 1
         factor = scale if weight is None else scale * weight
         slope = centered_sum * scale.square() / count
-        centered = _wide(x) - _channel(mean, True, ndim)
-        inner = _wide(grad) - _channel(grad_sum / count, True, ndim) - centered * _channel(slope, True, ndim)
+        centered = _to_float(x) - _channel(mean, True, ndim)
+        inner = _to_float(grad) - _channel(grad_sum / count, True, ndim) - centered * _channel(slope, True, ndim)
         return (
             (inner * _channel(factor, True, ndim)).to(x.dtype),
             None if weight is None else (centered_sum * scale).to(weight.dtype),
@@ -182,8 +182,8 @@ def _gradients_by_autograd(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again."""
     ndim = x.dim() - 1
-    v, m = torch.var_mean(_wide(x), [1, *range(3, ndim + 1)], correction=0, keepdim=True)
-    out = (_wide(x) - m) * torch.rsqrt(v + _channel(eps.to(v.dtype), True, ndim))
+    v, m = torch.var_mean(_to_float(x), [1, *range(3, ndim + 1)], correction=0, keepdim=True)
+    out = (_to_float(x) - m) * torch.rsqrt(v + _channel(eps.to(v.dtype), True, ndim))
     out = out if weight is None else out * _channel(weight, True, ndim)
     out = out if bias is None else out + _channel(bias, True, ndim)
     inputs = [t for t, need in zip((x, weight, bias), needed, strict=False) if need and t is not None]

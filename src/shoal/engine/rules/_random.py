@@ -28,7 +28,7 @@ def _dense(meta: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(meta).stride())
 
 
-def _lone(ctx: OpContext, x: Tensor) -> Tensor:
+def _with_member_axis(ctx: OpContext, x: Tensor) -> Tensor:
     """Give a shared tensor a member axis, before it is combined with members' own noise."""
     return x if not ctx.members or ctx.stacked(0) else x.unsqueeze(0)
 
@@ -53,7 +53,7 @@ def dropout(ctx: OpContext) -> Run:
         draw = ctx.draw(Draw("dropout", tuple(meta.shape), meta.dtype, _dense(meta), rates))
     if in_place:
         return lambda x, *_: x.mul_(draw())
-    return lambda x, *_: _lone(ctx, x) * draw()
+    return lambda x, *_: _with_member_axis(ctx, x) * draw()
 
 
 @rule(aten.alpha_dropout.default, aten.feature_alpha_dropout.default, steady=True)
@@ -76,7 +76,7 @@ def alpha_dropout(ctx: OpContext) -> Run:
     def run(x: Tensor, *_: Any) -> Tensor:
         noise = (draw() != 0).to(meta.dtype)
         b = (noise - 1) * slope + shift
-        out: Tensor = _lone(ctx, x) * (noise * scale) + b
+        out: Tensor = _with_member_axis(ctx, x) * (noise * scale) + b
         return out
 
     return run
@@ -87,7 +87,7 @@ def _numbers(ctx: OpContext, values: tuple[float, ...], meta: Tensor) -> Any:
     return values[0] if len(values) == 1 else ctx.column(PerMember(values), meta.dim(), meta.dtype)
 
 
-def _plain(ctx: OpContext, kind: str, numbers: tuple[float, ...]) -> Run:
+def _random_tensor(ctx: OpContext, kind: str, numbers: tuple[float, ...]) -> Run:
     """Stack an operator that returns a tensor of random numbers, with the shape and layout that it has alone."""
     out = ctx.out
     if "generator" in ctx.op._schema.overload_name and ctx.args[1] is not None:
@@ -98,24 +98,24 @@ def _plain(ctx: OpContext, kind: str, numbers: tuple[float, ...]) -> Run:
 
 @rule(aten.rand.default, aten.rand_like.default, steady=True)
 def rand(ctx: OpContext) -> Run:
-    return _plain(ctx, "uniform", (0.0, 1.0))
+    return _random_tensor(ctx, "uniform", (0.0, 1.0))
 
 
 @rule(aten.randn.default, aten.randn_like.default, steady=True)
 def randn(ctx: OpContext) -> Run:
-    return _plain(ctx, "normal", (0.0, 1.0))
+    return _random_tensor(ctx, "normal", (0.0, 1.0))
 
 
 @rule(aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype, steady=True)
 def randint(ctx: OpContext) -> Run:
     names = [argument.name for argument in ctx.op._schema.arguments]
     low = ctx.args[names.index("low")] if "low" in names else 0
-    return _plain(ctx, "integer", (low, ctx.args[names.index("high")]))
+    return _random_tensor(ctx, "integer", (low, ctx.args[names.index("high")]))
 
 
 @rule(aten.randperm.default, steady=True)
 def randperm(ctx: OpContext) -> Run:
-    return _plain(ctx, "permutation", ())
+    return _random_tensor(ctx, "permutation", ())
 
 
 _FILLS = {

@@ -173,7 +173,7 @@ def general(ctx: OpContext) -> Run:
     if ctx.varies or (ctx.deterministic and not is_view):
         return once_per_member(ctx)
     batched = vmapped(ctx)
-    return once_per_member(ctx) if batched is None or not _works(ctx, batched) else batched
+    return once_per_member(ctx) if batched is None or not _works_on_fakes(ctx, batched) else batched
 
 
 def once_per_member(ctx: OpContext) -> Run:
@@ -205,7 +205,7 @@ def _in_dims(ctx: OpContext, value: Any) -> Any:
     return None
 
 
-def _works(ctx: OpContext, run: Run) -> bool:
+def _works_on_fakes(ctx: OpContext, run: Run) -> bool:
     """Return whether `run` gives the right shapes on fake tensors, without vmap falling back to its slow loop."""
     fake = next(value for value in pytree.tree_leaves(ctx.node.meta["val"]) if isinstance(value, Tensor))
     mode = getattr(fake, "fake_mode", None)

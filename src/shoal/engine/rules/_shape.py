@@ -96,16 +96,16 @@ def by_dim(ctx: OpContext) -> Run:
         return general(ctx)
     args = list(ctx.args)
     for dim_index in dim_indices:
-        args[dim_index] = _moved(args[dim_index], ctx.op._schema.arguments[dim_index], ndim, packet)
+        args[dim_index] = _shift_dims(args[dim_index], ctx.op._schema.arguments[dim_index], ndim, packet)
         if args[dim_index] is None:
             return general(ctx)
     if packet == "select" and _all_are_selected(ctx):
-        return _part(ctx, args[1])
-    rest = args[1:]
+        return _select_by_unbind(ctx, args[1])
+    other_args = args[1:]
     op = ctx.call
     if ctx.deterministic and packet in _BY_ROW:
-        return lambda x, *_: op(x.contiguous(), *rest)
-    return lambda x, *_: op(x, *rest)
+        return lambda x, *_: op(x.contiguous(), *other_args)
+    return lambda x, *_: op(x, *other_args)
 
 
 def _all_are_selected(ctx: OpContext) -> bool:
@@ -122,7 +122,7 @@ _PARTS: weakref.WeakKeyDictionary[Node, tuple[Tensor, dict[int, Tensor]]] = weak
 """For a tensor that is being split: the tensor, and its parts that have not been used yet."""
 
 
-def _part(ctx: OpContext, dim: int) -> Run:
+def _select_by_unbind(ctx: OpContext, dim: int) -> Run:
     """Replace all `select`s of one tensor by one `unbind`.
 
     Its gradient is assembled once, instead of padding each part's gradient with zeros to the full size and adding them.
@@ -142,14 +142,14 @@ def _part(ctx: OpContext, dim: int) -> Run:
     return run
 
 
-def _moved(value: Any, argument: Any, ndim: int, packet: str) -> Any:
+def _shift_dims(value: Any, argument: Any, ndim: int, packet: str) -> Any:
     """Convert a `dim` argument to the stacked tensor's dimensions; None if the operator needs the general path."""
     if value is None or (isinstance(value, list | tuple) and len(value) == 0):
         return dims(None, ndim) if packet in _ALL_IF_MISSING else None
     if isinstance(value, int):
         return value % ndim + 1
-    moved = dims(value, ndim)
-    return [0, *moved] if packet == "permute" else moved
+    shifted = dims(value, ndim)
+    return [0, *shifted] if packet == "permute" else shifted
 
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {

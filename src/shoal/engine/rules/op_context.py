@@ -161,7 +161,7 @@ def per_member(op: Run, ctx: OpContext) -> Run:
     def run(*args: Any) -> Any:
         if writes and isinstance(args[0], Tensor):
             others = zip(pickers[1:], args[1:], strict=True)
-            return _written(op, args[0], [pick(value) for pick, value in others], ctx)
+            return _run_in_place(op, args[0], [pick(value) for pick, value in others], ctx)
         columns = [pick(value) for pick, value in zip(pickers, args, strict=True)]
         results = [op(*[column[m] for column in columns]) for m in range(members)]
         leaves = [pytree.tree_flatten(result) for result in results]
@@ -196,7 +196,7 @@ def _picker(ctx: OpContext, value: Any) -> Callable[[Any], Sequence[Any]]:
     return lambda x: (x,) * members
 
 
-def _written(op: Run, target: Tensor, others: Sequence[Sequence[Any]], ctx: OpContext) -> Tensor:
+def _run_in_place(op: Run, target: Tensor, others: Sequence[Sequence[Any]], ctx: OpContext) -> Tensor:
     """Call an operator that changes its first argument in place, once for every member.
 
     If autograd records it, each member's part is copied, and written back when all are done: autograd does not allow

@@ -54,7 +54,7 @@ def send(pipe: Connection, message: Any) -> None:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(message)
-    descriptor = _written(list(pickler.large.values()), pickler.size) if pickler.large else None
+    descriptor = _write_shared(list(pickler.large.values()), pickler.size) if pickler.large else None
     if pickler.large and descriptor is None:
         file = io.BytesIO()
         _Pickler(file, share=False).dump(message)
@@ -129,7 +129,7 @@ def _write(descriptor: int, offset: int, tensor: Tensor) -> None:
         left, offset = left[count:], offset + count
 
 
-def _written(tensors: list[tuple[int, Tensor]], size: int) -> int | None:
+def _write_shared(tensors: list[tuple[int, Tensor]], size: int) -> int | None:
     """Return a descriptor of memory that holds these tensors; None if no memory is available."""
     try:
         descriptor = os.memfd_create("shoal")

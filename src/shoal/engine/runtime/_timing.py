@@ -47,8 +47,8 @@ class TimedPack:
     def predicted_ms(self) -> float | None:
         """Predicted milliseconds of one step of all members; None if not known."""
         seconds = [part.predicted.get("step_seconds") for part in self.plan.parts]
-        known = [value for value in seconds if value is not None]
-        return 1e3 * sum(known) / (1 + len(self._helpers)) if len(known) == len(seconds) else None
+        predicted = [value for value in seconds if value is not None]
+        return 1e3 * sum(predicted) / (1 + len(self._helpers)) if len(predicted) == len(seconds) else None
 
     def step(self, n: int) -> None:
         """Train every member for n more batches."""
@@ -83,12 +83,12 @@ class _Steps:
 
     def step(self, n: int) -> dict[int, float]:
         """Advance every unit by n batches, and return the members' latest losses by index."""
-        left = {id(runner): n for runner in self.runners}
-        while ready := [runner for runner in self.runners if left[id(runner)] and runner.ready()]:
-            turns = [min(left[id(runner)], runner.next_batches()) for runner in ready]
+        batches_left = {id(runner): n for runner in self.runners}
+        while ready := [runner for runner in self.runners if batches_left[id(runner)] and runner.ready()]:
+            turns = [min(batches_left[id(runner)], runner.next_batches()) for runner in ready]
             turn(ready, turns, self.executor, self._look)
             for runner, batches in zip(ready, turns, strict=True):
-                left[id(runner)] -= batches
+                batches_left[id(runner)] -= batches
         return self.latest
 
     def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:

@@ -99,7 +99,7 @@ def clone_of(
     fixed = changes.keys() - set(CHANGEABLE)
     resumes = run.folder is not None and instead is None and not fixed and run.folder.has_state(name)
     if not resumes:
-        _check(source, changes)
+        _check_can_clone(source, changes)
     changed = _changed(source.job, changes)
     fields = {**loader_defaults(source.job, changed), **changed, "hparams": _hparams(source.job, changed)}
     job = dataclasses.replace(source.job, name=name, **fields)
@@ -109,12 +109,12 @@ def clone_of(
     member.val = member.val if changed.keys() & {"val", "collate"} else source.val
     if resumes:  # it began in an earlier run, and its state is in the folder
         if source.saved_state.job is not None:
-            _apart(member, source, None, changed)
+            _copy_private_state(member, source, None, changed)
         return member
     state = copy.deepcopy(run.written(source).state())
     _check_driver(source, state["python"], changed)
     if source.saved_state.job is not None:
-        state["python"] = _apart(member, source, state["python"], changed)
+        state["python"] = _copy_private_state(member, source, state["python"], changed)
         share([other.saved_state for other in (*run.all_members, member) if other.status == "running"])
         _warn_of_shared(source, member)
     if changed.keys() & FRESH:
@@ -141,10 +141,10 @@ def clone_of(
 
 def _changed(before: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changes that differ from the job's fields."""
-    return {field: value for field, value in changes.items() if not _is(getattr(before, field), value)}
+    return {field: value for field, value in changes.items() if not _is_unchanged(getattr(before, field), value)}
 
 
-def _is(before: Any, now: Any) -> bool:
+def _is_unchanged(before: Any, now: Any) -> bool:
     """Return whether a given field is unchanged."""
     plain = isinstance(now, int | float | str | EarlyStop | EMA | SWA | None) and type(before) is type(now)
     return before is now or (plain and bool(before == now))
@@ -174,7 +174,7 @@ COPIED = ("model", "collate", "loss", "step", "optimizer", "params", "schedule",
 """Fields of a job that may hold state."""
 
 
-def _apart(member: Member, source: Member, saved: Any, changed: Mapping[str, Any]) -> Any:
+def _copy_private_state(member: Member, source: Member, saved: Any, changed: Mapping[str, Any]) -> Any:
     """Give a clone its own copies of functions, objects and network, and return the Python state that its optimizer has
     to load."""
     copies = PrivateCopies()
@@ -209,7 +209,7 @@ def _warn_of_shared(source: Member, member: Member) -> None:
         )
 
 
-def _check(source: Member, changes: Mapping[str, Any]) -> None:
+def _check_can_clone(source: Member, changes: Mapping[str, Any]) -> None:
     """Raise a JobError if the source cannot be cloned with these changes."""
     fixed = sorted(changes.keys() - set(CHANGEABLE))
     if fixed:

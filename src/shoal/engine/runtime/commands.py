@@ -44,12 +44,12 @@ def supervise(run: Run, supervisor: Supervisor) -> None:
     members = [*(member for runner in run.runners for member in runner.members), *run.waiting.values()]
     run.paused |= {m.index: m for m in run.take_out({m.index for m in members if m.pausing}, "pause")}
     assert run.waiting or run.runners or not run.paused, "members are paused and no supervisor decides about them"
-    for runner in [runner for runner in run.runners if _lost(run, runner)]:
+    for runner in [runner for runner in run.runners if _no_longer_pays(run, runner)]:
         runner.alone |= dict.fromkeys(runner.members, TOO_FEW)
         run.separate(runner)
 
 
-def _lost(run: Run, runner: UnitRunner) -> bool:
+def _no_longer_pays(run: Run, runner: UnitRunner) -> bool:
     """Return whether so few members are left in a stack that they are faster one by one; False if times must not
     decide."""
     planning = run.planning

@@ -114,10 +114,10 @@ def run_guarded(
             child.close()
         if child.lost is None:
             return child.parts, child.environment
-        left = [member for member in alive if member.status == "running"]
-        for member in left:
+        remaining = [member for member in alive if member.status == "running"]
+        for member in remaining:
             requeue(member)
-        culprit = blame(left, device, child.targets)
+        culprit = blame(remaining, device, child.targets)
         if culprit is None:
             raise ShoalError(
                 f"the GPU was lost ({child.lost}) and none of the jobs does it by itself; checkpoints are "
@@ -209,14 +209,14 @@ def _try_each(members: Sequence[Member], device: torch.device, targets: dict[int
     for member in members:
         pipe.send(member.index)
         try:
-            _try(member, targets[member.index])
+            _train_alone(member, targets[member.index])
         except Exception as error:
             if context_lost(error.cause if isinstance(error, MemberError) else error):
                 os._exit(3)
     pipe.send("none")
 
 
-def _try(member: Member, target: int) -> None:
+def _train_alone(member: Member, target: int) -> None:
     """Train one member by itself up to batch `target`."""
     unit = SerialUnit(member)
     while member.batches < target:

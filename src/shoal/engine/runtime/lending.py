@@ -81,11 +81,11 @@ class Lending:
         self._workers: list[Borrower] = []
         self._slice = SLICE_SECONDS
         self._usable, self._look_at, self._busy = count, 0.0, BUSY_SECONDS
-        self._numbers = [itertools.count(1 + place, count) for place in range(count)]
+        self._numbers = [itertools.count(1 + process_number, count) for process_number in range(count)]
 
-    def numbers(self, place: int) -> Any:
+    def numbers(self, process_number: int) -> Any:
         """Return numbers for the units of one of the processes."""
-        return self._numbers[place]
+        return self._numbers[process_number]
 
     def look(self, run: Run) -> None:
         """Take back members whose workers are done, let the supervisor decide, and lend members that train now."""
@@ -143,8 +143,10 @@ class Lending:
             run.checkpointing.forget(member)  # the worker saves it
         if run.folder is not None:
             run.folder.flush()
-        place = next(p for p in range(1, self._count) if all(worker.place != p for worker in self._workers))
-        worker = Borrower(lent, partial(self._make_in_worker, place), place)
+        process_number = next(
+            p for p in range(1, self._count) if all(worker.process_number != p for worker in self._workers)
+        )
+        worker = Borrower(lent, partial(self._make_in_worker, process_number), process_number)
         if worker.start():
             self._workers.append(worker)
             return
@@ -153,11 +155,11 @@ class Lending:
         for member in lent:
             _continue(run, member)
 
-    def _make_in_worker(self, place: int, share: Sequence[Member], line: Line) -> Run:
+    def _make_in_worker(self, process_number: int, share: Sequence[Member], line: Line) -> Run:
         self._planning.plan.parts = []
         sending = SendingBack(line, time.monotonic() + self._slice)
         signal.signal(signal.SIGUSR1, lambda number, frame: sending.stop())
-        run = self._make(share, line.tell, numbers=self._numbers[place], supervisor=sending)
+        run = self._make(share, line.tell, numbers=self._numbers[process_number], supervisor=sending)
         run.turn_seconds = min(run.turn_seconds, ROUND_SECONDS)
         return run
 
@@ -177,10 +179,10 @@ class Lending:
 class Borrower(WorkerHandle):
     """A worker that has members for a while, as its parent sees it."""
 
-    def __init__(self, members: Sequence[Member], make: Any, place: int) -> None:
+    def __init__(self, members: Sequence[Member], make: Any, process_number: int) -> None:
         states = {member.index: member.state() for member in members}
         super().__init__(members, make, lambda member: member.load_state(states[member.index]))
-        self.place = place
+        self.process_number = process_number
         self.back: list[Member] = []
         """Members that have come back."""
         self.start_seconds = 0.0
@@ -234,7 +236,7 @@ class SendingBack:
 
 
 def _continue(run: Run, member: Member) -> None:
-    """Let a member that comes back wait for a place, or for the supervisor's decision if it pauses."""
+    """Let a member that comes back wait for a process_number, or for the supervisor's decision if it pauses."""
     if member.pausing:
         run.paused[member.index] = member
     else:

@@ -123,8 +123,8 @@ class PlanningContext:
             may_time = self.timed and not self.gpu
             verdicts = try_out(groups, self.trace_cache, short_too=self.thorough) if may_time else {}
         with timed("costs"):
-            new_requests = requests(groups, verdicts, self.tiers, exact=self.thorough or self._matters(groups))
-        self._take(groups, new_requests)
+            new_requests = requests(groups, verdicts, self.tiers, exact=self.thorough or self._memory_is_tight(groups))
+        self._add_groups(groups, new_requests)
         for member in members:
             member.saved_state.watched = member.index not in self.recipes
         all_members = [member for group in self.groups for member in group.members]
@@ -152,24 +152,24 @@ class PlanningContext:
 
     def _groups(self, members: Sequence[Member]) -> list[Group]:
         for member in members:
-            self._look_at(member)
+            self._watch_step(member)
         return group(list(members), self.trace_cache)
 
-    def _look_at(self, member: Member) -> None:
+    def _watch_step(self, member: Member) -> None:
         """Watch what a member's step reads in Python, from here on."""
         code = {"step": member.job.step, "loss": member.job.loss}
         copied = isinstance(member.job.model, nn.Module)
         self.watch.add(member.index, code, member.model, private=copied)
 
-    def _does_the_same(self, member: Member) -> bool:
+    def _has_same_step(self, member: Member) -> bool:
         """Return whether a member's step is still the one that was traced."""
-        before = self.recipes.get(member.index)
+        traced = self.recipes.get(member.index)
         try:
-            return before is not None and self.trace_cache.recipe(member).same_steps(before)
+            return traced is not None and self.trace_cache.recipe(member).same_steps(traced)
         except Untraceable:
             return False
 
-    def _take(self, groups: list[Group], new_requests: Sequence[Request]) -> None:
+    def _add_groups(self, groups: list[Group], new_requests: Sequence[Request]) -> None:
         self._requests |= {request.index: request for request in new_requests}
         self.recipes |= {recipe.member.index: recipe for group in groups for recipe in group.recipes}
         self.groups += groups
@@ -187,15 +187,15 @@ class PlanningContext:
             self.trace_cache.forget(member.model)
         for member in members:
             if member.index not in unstacked:
-                self._look_at(member)
-        changed = {m.index for m in members if m.index in unstacked or not self._does_the_same(m)}
+                self._watch_step(member)
+        changed = {m.index for m in members if m.index in unstacked or not self._has_same_step(m)}
         groups = group([m for m in members if m.index in changed and m.index not in unstacked], self.trace_cache)
         groups += [Group([m], reason=unstacked[m.index]) for m in members if m.index in unstacked]
         self._drop(changed)
         old = {index: self._requests[index] for index in changed}
         tiers = {index: request.tier for index, request in old.items()}
-        new_requests = requests(groups, {}, tiers, exact=self._matters(groups))
-        self._take(
+        new_requests = requests(groups, {}, tiers, exact=self._memory_is_tight(groups))
+        self._add_groups(
             groups, [replace(r, most_rows=old[r.index].most_rows, alone=old[r.index].alone) for r in new_requests]
         )
         self.changed |= changed
@@ -207,7 +207,7 @@ class PlanningContext:
         self.groups = _restricted(self.groups, remaining)
         self.recipes = {index: recipe for index, recipe in self.recipes.items() if index not in indices}
 
-    def _matters(self, groups: list[Group]) -> bool:
+    def _memory_is_tight(self, groups: list[Group]) -> bool:
         """Return whether memory could be short, so that exact bytes are worth computing."""
         rough = sum(memory.rough(group.recipes[0]) * len(group.members) for group in groups if group.recipes)
         return self.budget < math.inf and rough > 0.2 * self.budget  # it counts all results of a step
@@ -280,8 +280,8 @@ class PlanningContext:
         if recipe is None or (not self.gpu and request.tier != unit.tier):
             return None
         others = [*unit.members, *(other.member for other in beside)]
-        asked = [request, *(self.request(other) for other in others)]
-        if len(others) >= min((other.most_rows for other in asked if other.most_rows), default=math.inf):
+        all_requests = [request, *(self.request(other) for other in others)]
+        if len(others) >= min((other.most_rows for other in all_requests if other.most_rows), default=math.inf):
             return None
         return recipe if unit.accepts(recipe, beside) else None
 
@@ -314,11 +314,11 @@ class PlanningContext:
         return [(_restricted(groups, part), compile) for part, compile in parts if part]
 
     def _note_forms(self, units: Sequence[Unit]) -> None:
-        before = dict(self.forms)
+        previous = dict(self.forms)
         for unit in units:
             name = unit.tier + (perf_cache.COMPILED if getattr(unit, "compiled", False) else "")
             self.forms |= {member.index: name for member in unit.members}
-        if self.forms != before and self._forms_changed is not None:
+        if self.forms != previous and self._forms_changed is not None:
             self._forms_changed(self.forms)
 
     def rehearse(self, proposed: Plan, members: Sequence[Member]) -> None:
@@ -332,13 +332,13 @@ class PlanningContext:
         self.executor.forget()
         for part in proposed.parts:
             part_members = [by_index[index] for index in part.members]
-            asked = [self._as_built(member, part) for member in part_members]
+            part_requests = [self._as_built(member, part) for member in part_members]
             try:
                 alone = lone_seconds(part_members[0], rounds=9)
-                asked = [replace(request, alone=alone) for request in asked]
+                part_requests = [replace(request, alone=alone) for request in part_requests]
             except Exception:  # the same error will end this member in training
                 pass
-            part.predicted = predict(asked) | part.predicted
+            part.predicted = predict(part_requests) | part.predicted
             part.predicted |= gain(part.predicted)
         self.executor.forget()
         figures = [part.predicted for part in proposed.parts]
@@ -347,8 +347,8 @@ class PlanningContext:
 
     def _as_built(self, member: Member, part: Part) -> Request:
         """Return a member's request, with the costs of the form that its part was given."""
-        known = costs(member, self.recipes.get(member.index), part.tier, compiled="compile_seconds" in part.predicted)
-        return replace(self.request(member), tier=part.tier, **known)
+        values = costs(member, self.recipes.get(member.index), part.tier, compiled="compile_seconds" in part.predicted)
+        return replace(self.request(member), tier=part.tier, **values)
 
     def run_alone(self, member: Member, reason: str) -> Part:
         """Let a member train by itself from now on, and return its part of the plan."""

@@ -43,7 +43,7 @@ class Child:
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the child uses nothing of theirs
             self.pid = os.fork()
         if not self.pid:
-            _live(body, theirs, (*self._pipes, self.pipe), parent)
+            _run_child(body, theirs, (*self._pipes, self.pipe), parent)
         theirs.close()
         self._pipes.add(self.pipe)
         self._status: int | None = None
@@ -83,7 +83,7 @@ class Child:
             self.pipe.close()
 
 
-def _live(body: Body, pipe: Connection, inherited: Iterable[Connection], parent: int) -> NoReturn:
+def _run_child(body: Body, pipe: Connection, inherited: Iterable[Connection], parent: int) -> NoReturn:
     """Run `body` in the child, and exit."""
     code = 1
     try:
@@ -145,21 +145,21 @@ class Line:
 
     def tell(self, event: Event) -> None:
         """Send an event, with the progress of its member."""
-        member, left = event.member, event.kind == "leave"
+        member, leaves = event.member, event.kind == "leave"
         if member is None or event.kind not in ("epoch", "leave"):
             self.send("event", event.to_wire(), None)
             return
-        self._send_member("event", event.to_wire(), member, whole=left)
+        self._send_member("event", event.to_wire(), member, complete=leaves)
 
     def give_back(self, member: Member) -> None:
         """Send back a member that has not ended, with its complete state."""
-        self._send_member("back", member.index, member, whole=True)
+        self._send_member("back", member.index, member, complete=True)
 
-    def _send_member(self, kind: str, what: Any, member: Member, *, whole: bool) -> None:
+    def _send_member(self, kind: str, what: Any, member: Member, *, complete: bool) -> None:
         try:
-            self.send(kind, what, give(member, whole=whole))
+            self.send(kind, what, give(member, complete=complete))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            state = give(member, whole=False)
+            state = give(member, complete=False)
             state |= {"status": "failed", "error": f"its state cannot be sent between processes ({describe(error)})"}
             self.send(kind, what, state)
 
@@ -169,9 +169,9 @@ class Line:
         self.send("raised", error if is_own else RuntimeError(f"a worker process raised {describe(error)}"))
 
 
-def give(member: Member, *, whole: bool) -> dict[str, Any]:
-    """Return a member's progress; with `whole`, its complete state."""
-    if whole:
+def give(member: Member, *, complete: bool) -> dict[str, Any]:
+    """Return a member's progress; with `complete`, its whole state."""
+    if complete:
         return {"whole": member.state()}
     first = max(0, len(member.history) - 1)
     return {**{name: getattr(member, name) for name in _STATE}, "history": (first, member.history[first:])}

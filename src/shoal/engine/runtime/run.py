@@ -89,7 +89,7 @@ class Run(UnitListener):
         """Train all members to their ends. The results are in the members."""
         with on_interrupt(self.interrupt) if self.folder is not None else nullcontext():
             try:
-                while self._more():
+                while self._has_work():
                     self._admit()
                     self._turn()
                     self.save()
@@ -222,7 +222,9 @@ class Run(UnitListener):
         if self._before_turn is not None:
             pairs = zip(self.runners, batches, strict=True)
             self._before_turn({m.index: m.batches + count for runner, count in pairs for m in runner.members})
-        outcomes = turn(self.runners, batches, self.planning.executor, self._look, self.planning.renewals.look_within)
+        outcomes = turn(
+            self.runners, batches, self.planning.executor, self._record_turn, self.planning.renewals.look_within
+        )
         full = [(r, o.full) for r, o in zip(self.runners, outcomes, strict=True) if o.full and r.members]
         for runner in list(self.runners):
             self.separate(runner)
@@ -242,7 +244,7 @@ class Run(UnitListener):
             self._tell_join(alone, unit.members[0])
         self.runners = [other for other in self.runners if other.members]
 
-    def _look(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
+    def _record_turn(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
         """Record the cost of a unit's turn, before its results are processed."""
         share = outcome.seconds / max(1, len(runner.members))
         for member in runner.members:
@@ -255,8 +257,7 @@ class Run(UnitListener):
         )  # fmt: skip
 
     def _memory_full(self, members: list[Member], detail: str, runner: UnitRunner | None = None) -> None:
-        """Handle full memory while these members joined or their unit ran: they wait, and fewer members run at once
-        from now on. A member that had the device to itself has failed."""
+        """Let these members wait, since memory was full, and run fewer at once; fail one that had the device alone."""
         self.planning.executor.forget()
         self._changed = True
         reason, others = f"memory was full ({detail})", [m for m in self._running() if m not in members]
@@ -320,7 +321,7 @@ class Run(UnitListener):
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _more(self) -> bool:
+    def _has_work(self) -> bool:
         """Carry out commands since the last round, and return whether there is something to train."""
         if self.controls is not None and self.controls.carry_out(self):
             self.planning.renewals.due = True

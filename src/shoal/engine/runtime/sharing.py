@@ -47,10 +47,10 @@ def processes_for(
         return 1
     count = workers_for(threads, planning.device, predicted_seconds(planning, members), busy_too=busy_too)
     is_set = "SHOAL_WORKERS" in os.environ
-    return count if count == 1 or is_set or _apart_pays(members, planning, count) else 1
+    return count if count == 1 or is_set or _processes_pay(members, planning, count) else 1
 
 
-def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int) -> bool:
+def _processes_pay(members: Sequence[Member], planning: PlanningContext, count: int) -> bool:
     """Return whether so many processes at once are faster.
 
     It is tried on the largest network, if large networks are most of the work.
@@ -66,16 +66,16 @@ def _apart_pays(members: Sequence[Member], planning: PlanningContext, count: int
     largest = max(heavy, key=lambda member: alone[member.index])
     if total < MANY_STEPS * alone[largest.index]:
         return True
-    at_once = _at_once(largest, count)
+    at_once = _parallel_step_seconds(largest, count)
     with torch_flags(planning.device, threads):
         return at_once < count * lone_seconds(largest)
 
 
 def threads_for(members: Sequence[Member], planning: PlanningContext, most: int) -> int:
-    """How many of torch's threads these members' steps should use, decided before they train: one, or `most`.
+    """Return how many of torch's threads these members' steps should use, decided before they train: one, or `most`.
 
     Small networks gain nothing from several threads, and on a busy machine they lose a lot: threads wait for each other
-    at every operator. Of large networks a few steps of one are timed both ways, unless there is too little to train.
+    at every operator. For large networks, a few steps of the largest are timed both ways, unless there is too little to train.
     """
     if most == 1 or not members:
         return 1
@@ -95,7 +95,7 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
         return 1
 
 
-def _at_once(member: Member, count: int) -> float:
+def _parallel_step_seconds(member: Member, count: int) -> float:
     """Return seconds of a step while so many processes run the same step."""
     seconds = ask_children([partial(_send_seconds, member)] * count)
     return max(seconds) if len(seconds) == count else float("inf")
@@ -188,20 +188,23 @@ def even_shares(
     while True:
         shares = share_out(pieces, count)
         busiest = max(shares, key=load)
-        large = [p for p in busiest if p.movable and len(p.members) >= 4 and _half(p, planning) <= most * p.weight]
+        large = [
+            p for p in busiest if p.movable and len(p.members) >= 4 and _half_weight(p, planning) <= most * p.weight
+        ]
         to_split = max(large, key=lambda p: p.weight, default=None)
         if to_split is None or load(busiest) <= EVEN * sum(p.weight for p in pieces) / count:
             return shares
         pieces = [piece for piece in pieces if piece is not to_split]
         pieces += [
-            Piece(half, _half(to_split, planning), True) for half in (to_split.members[::2], to_split.members[1::2])
+            Piece(half, _half_weight(to_split, planning), True)
+            for half in (to_split.members[::2], to_split.members[1::2])
         ]
 
 
-def _half(piece: Piece, planning: PlanningContext) -> float:
+def _half_weight(piece: Piece, planning: PlanningContext) -> float:
     """Return the seconds of work in half of a stack."""
-    whole = weight(piece.members, planning)
-    return piece.weight * weight(piece.members[::2], planning) / whole if whole else 0.0
+    all_weight = weight(piece.members, planning)
+    return piece.weight * weight(piece.members[::2], planning) / all_weight if all_weight else 0.0
 
 
 def share_out(pieces: list[Piece], count: int) -> list[list[Piece]]:

@@ -188,7 +188,7 @@ class UnitRunner:
             if slot in completed:
                 members[slot].close_epoch()
             if slot not in ends:
-                ends |= self._look(slot, stops[slot])
+                ends |= self._ending_after_epoch(slot, stops[slot])
         return ends
 
     def _save_before_end(self, slots: list[int], rates: list[float]) -> None:
@@ -236,7 +236,7 @@ class UnitRunner:
                 return {slots[0]: MemberError(slots[0], error)}
         return {slot: value for one in slots for slot, value in self._validate([one]).items()}
 
-    def _look(self, slot: int, stop: bool) -> dict[int, str]:
+    def _ending_after_epoch(self, slot: int, stop: bool) -> dict[int, str]:
         """Return how a member ends after this epoch, if it does."""
         member = self.members[slot]
         ending = self.host.epoch(self, slot)

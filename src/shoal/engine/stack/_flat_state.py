@@ -26,12 +26,14 @@ MOST_ON_GPU = 1 << 22
 def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
     """Return whether, on a CPU, parameters [M, ...] of one group are faster to update as one flat tensor."""
     elements = sum(math.prod(p.shape[1:]) for p in params)
-    return elements <= MOST_ELEMENTS and all(p.device.type == "cpu" for p in params) and _alike(rule, params, states)
+    return (
+        elements <= MOST_ELEMENTS and all(p.device.type == "cpu" for p in params) and _can_be_flat(rule, params, states)
+    )
 
 
 def suits_copies(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
     """Return whether, on a GPU, parameters [M, ...] of one group are faster to update as one flat copy."""
-    return on_gpu(params) and sum(p.numel() for p in params) <= MOST_ON_GPU and _alike(rule, params, states)
+    return on_gpu(params) and sum(p.numel() for p in params) <= MOST_ON_GPU and _can_be_flat(rule, params, states)
 
 
 def scratch_bytes(params: Sequence[Tensor]) -> int:
@@ -46,7 +48,7 @@ def on_gpu(params: Sequence[Tensor]) -> bool:
     return all(p.is_cuda for p in params)
 
 
-def _alike(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
+def _can_be_flat(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
     """Return whether these parameters can be one flat tensor: they have one dtype, and share their step counter."""
     if len(params) < LEAST_PARAMS or params[0].dtype not in (torch.float32, torch.float64):
         return False

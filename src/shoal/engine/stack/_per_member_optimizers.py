@@ -33,7 +33,7 @@ class PerMemberOptimizers:
         self.failed: dict[int, Exception] = {}
         """Errors that members' optimizers raised in their last step, by slot."""
         self._schedule_errors: dict[int, Exception] = {}
-        self._point()
+        self._view_stack()
 
     @classmethod
     def of(cls, span: Span) -> PerMemberOptimizers:
@@ -60,7 +60,7 @@ class PerMemberOptimizers:
         new.last_rates = new._current_rates()
         return new
 
-    def _point(self) -> None:
+    def _view_stack(self) -> None:
         """Make the twins' parameters views of the stack."""
         self._params = []
         stack = self.span.stack
@@ -119,17 +119,17 @@ class PerMemberOptimizers:
         self.last_rates = self._current_rates()
         for slot, (member, schedule) in enumerate(zip(self.span.members, self.schedules, strict=True)):
             if schedule is not None and member.job.schedule_every == "step" and slot not in self.failed:
-                self._move(slot, schedule)
+                self._advance_schedule(slot, schedule)
 
     def end_epoch(self, slot: int, value: float | None) -> None:
         """Advance one member's per-epoch schedule. `value` is the watched metric."""
         schedule = self.schedules[slot]
         if not isinstance(schedule, ReduceLROnPlateau):
-            self._move(slot, schedule)
+            self._advance_schedule(slot, schedule)
         elif value is not None:
-            self._move(slot, schedule, value)
+            self._advance_schedule(slot, schedule, value)
 
-    def _move(self, slot: int, schedule: Any, *metric: float) -> None:
+    def _advance_schedule(self, slot: int, schedule: Any, *metric: float) -> None:
         if slot not in self._schedule_errors:
             try:
                 schedule.step(*metric)
@@ -179,7 +179,7 @@ class PerMemberOptimizers:
 
     def take(self, other: PerMemberOptimizers, rows: list[int], theirs: list[int]) -> None:
         """Point the members' optimizer objects, which the other shares, at this stack again."""
-        self._point()
+        self._view_stack()
         for row, their_row in zip(rows, theirs, strict=True):
             if row < len(self.last_rates):
                 self.last_rates[row] = other.last_rates[their_row]

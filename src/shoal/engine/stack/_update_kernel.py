@@ -53,8 +53,8 @@ def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Te
     if type(rule) not in _ARITHMETIC or not params or not all(p.is_cuda and cuda_kernels.has_memory(p) for p in params):
         return False
     first = params[0]
-    alike = all(p.dtype == first.dtype and _rows_apart(p) and p[0].numel() < 2**31 for p in params)
-    if not alike or first.dtype not in _KINDS or len(first) > MOST_ROWS or not cuda_kernels.available():
+    same_layout = all(p.dtype == first.dtype and _is_dense_per_member(p) and p[0].numel() < 2**31 for p in params)
+    if not same_layout or first.dtype not in _KINDS or len(first) > MOST_ROWS or not cuda_kernels.available():
         return False
     names = rule.buffers()
     return all(
@@ -63,7 +63,7 @@ def suits(rule: Rule, params: Sequence[Tensor], states: Sequence[Mapping[str, Te
     )
 
 
-def _rows_apart(param: Tensor) -> bool:
+def _is_dense_per_member(param: Tensor) -> bool:
     """Return whether members lie one after the other, and the elements of each have no gaps, in any order."""
     return param.is_contiguous() or (
         param.dim() == 5
@@ -72,7 +72,7 @@ def _rows_apart(param: Tensor) -> bool:
     )
 
 
-def _like(grad: Tensor, param: Tensor) -> Tensor:
+def _in_layout_of(grad: Tensor, param: Tensor) -> Tensor:
     """Return the gradient in the dtype and memory layout of its parameter."""
     if grad.dtype == param.dtype and grad.stride() == param.stride():
         return grad
@@ -104,7 +104,7 @@ def update(
             count = param[0].numel()
             blocks = min(-(-count // THREADS), MOST_BLOCKS)
             buffers = [state[name] for name in names]
-            tensors = [param.detach(), _like(grad, param), *buffers, *columns, active]
+            tensors = [param.detach(), _in_layout_of(grad, param), *buffers, *columns, active]
             if count:
                 kernel(grid=(blocks, len(param), 1), block=(THREADS, 1, 1), args=[*tensors, count])
 

@@ -40,7 +40,7 @@ class Feed:
         self._rows: Tensor | None = None
         self._feeds: list[Iterator[Any]] = []
         if self.in_memory:
-            self._rows = self._ahead(batches).to(first.device)
+            self._rows = self._coming_rows(batches).to(first.device)
         else:
             self._feeds = [streams.setdefault(m.index, Stream()).at(m) for m in self._readers]
 
@@ -62,7 +62,7 @@ class Feed:
     def _readers(self) -> list[Member]:
         return self.members[:1] if self.shared else self.members
 
-    def _ahead(self, batches: int) -> Tensor:
+    def _coming_rows(self, batches: int) -> Tensor:
         """Return the row numbers of the coming batches: [n] if shared, else [M, n]."""
         each = []
         for member in self._readers:
@@ -74,14 +74,14 @@ class Feed:
     def batch(self, index: int) -> list[Tensor]:
         """Return the tensors of the index-th batch: [B, ...] if shared, else [M, B, ...]."""
         if self._rows is None:
-            return self._streamed()
+            return self._read_streams()
         rows = self._rows[..., index * self.size : (index + 1) * self.size]
         if self.shared or self.one_source:
             return self._sources[0].take_leaves(rows)
         parts = [self._sources[slot].take_leaves(rows[i]) for i, slot in enumerate(self.rows)]
         return [torch.stack(column) for column in zip(*parts, strict=True)]
 
-    def _streamed(self) -> list[Tensor]:
+    def _read_streams(self) -> list[Tensor]:
         parts = [pytree.tree_leaves(next(feed)) for feed in self._feeds]
         if self.shared:
             return parts[0]

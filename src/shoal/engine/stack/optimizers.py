@@ -97,7 +97,7 @@ class Optimizers:
     @classmethod
     def of(cls, stack: Stack) -> Optimizers:
         """Create the optimizers of a stack from the members' current training state."""
-        return cls([_part(span) for span in spans(stack)])
+        return cls([_make_part(span) for span in spans(stack)])
 
     def at(self, row: int) -> tuple[Part, int]:
         """Return the part that has a row, and the row's index in it."""
@@ -272,5 +272,5 @@ class Optimizers:
             mine.put([row - first for row in rows[span_rows]], index[span_rows] - first, part)
 
 
-def _part(span: Span) -> Part:
+def _make_part(span: Span) -> Part:
     return PerMemberOptimizers.of(span) if span.recipes[0].optimizer.flags is None else StackedOptimizer(span)

@@ -48,7 +48,7 @@ class Stack:
         self._channels_last = channels_last and size == 1
         first = recipes[0]
         self.device = first.member.device
-        self.rows = _padded(range(len(recipes)), size)
+        self.rows = _pad(range(len(recipes)), size)
         graph = next(iter(first.steps.values()))
         models = [recipe.member.model for recipe in recipes]
         params_of = [dict(model.named_parameters()) for model in models]
@@ -59,9 +59,9 @@ class Stack:
         self.shared = first.shared if size > 1 else frozenset()
         """Indices into `state` of frozen tensors that exist once; their member axis is only expanded."""
         per_member = [column for i, column in enumerate(columns) if i not in self.shared]
-        stacked = iter(transfer.stacked(per_member, self.device) if temporary else map(self._stacked, per_member))
+        stacked = iter(transfer.stacked(per_member, self.device) if temporary else map(self._stack_column, per_member))
         state = [
-            _once(column[0].detach().to(self.device), size) if i in self.shared else next(stacked)
+            _expand_members(column[0].detach().to(self.device), size) if i in self.shared else next(stacked)
             for i, column in enumerate(columns)
         ]
         self.params, self.buffers = state[: len(self.param_names)], state[len(self.param_names) :]
@@ -100,7 +100,7 @@ class Stack:
         """The names of parameters and buffers, in the order of `state`."""
         return [*self.param_names, *self.buffer_names]
 
-    def _stacked(self, values: list[Tensor]) -> Tensor:
+    def _stack_column(self, values: list[Tensor]) -> Tensor:
         """Stack the members' tensors on the device, wherever their models are."""
         stacked = torch.stack([value.detach() for value in values]).to(self.device)
         if self._channels_last and stacked.dim() == 5:
@@ -153,7 +153,7 @@ class Stack:
         step."""
         grads = [g.resolve_conj().resolve_neg() if g is not None and g.is_complex() else g for g in grads]
         if self.scaler is not None or self.clip_limits is not None or self.optimizer.writes_gradients:
-            grads = _apart(grads)
+            grads = _make_writable(grads)
         training_M = active
         present = [grad for grad in grads if grad is not None]
         found_inf = self.scaler.unscale_(present) if self.scaler is not None else None
@@ -226,16 +226,16 @@ class Stack:
         """Copy two members to the host as when they leave, since a GPU loads its kernels at the first such copy."""
         if self.device.type != "cpu" and self.row_bytes <= transfer.MOST_BYTES:
             for slot in range(min(2, len(self.recipes))):
-                transfer.moved(self._row(slot), transfer.CPU)
+                transfer.moved(self._member_tensors(slot), transfer.CPU)
 
-    def _row(self, slot: int) -> list[Tensor]:
+    def _member_tensors(self, slot: int) -> list[Tensor]:
         """Return all tensors of one member: its rows of weights, buffers, optimizer state and averages."""
         averages = self.averages.values if self.averages is not None else []
         state = (tensor.detach()[slot] for tensor in self.own_state)
         return [*state, *self.optimizer.rows(slot), *(value[slot] for value in averages)]
 
     def _write_back(self, slots: Sequence[int]) -> None:
-        device_rows = [self._row(slot) for slot in slots]
+        device_rows = [self._member_tensors(slot) for slot in slots]
         host_rows = iter(transfer.moved([row for rows in device_rows for row in rows], transfer.CPU))
         scaler = self.scaler
         if scaler is not None:  # copied to the host once, so that reading one member does not wait for the device
@@ -249,7 +249,7 @@ class Stack:
                 if row.device == on_device.device or not give_memory(target, row):
                     target.copy_(row if target.device == row.device else on_device)
             if member.batches:
-                _leave_attributes(member.model, self.recipes[slot])
+                _set_module_attributes(member.model, self.recipes[slot])
             end = len(values) - (len(self.averages.values) if self.averages is not None else 0)
             member.optimizer_state = self.optimizer.state_dict(slot, values[len(targets) : end])
             if self.averages is not None:
@@ -263,7 +263,7 @@ class Stack:
         mine, theirs = len(self.recipes), len(other.recipes)
         recipes = [*self.recipes, *other.recipes]
         order = ordered(recipes)
-        rows = _padded(order, size)
+        rows = _pad(order, size)
         in_order = rows == list(range(mine + theirs))
 
         def both(a: Tensor, b: Tensor) -> Tensor:
@@ -271,9 +271,9 @@ class Stack:
             return joined if in_order else joined[rows]
 
         new = copy.copy(self)
-        new.recipes, new.rows = [recipes[i] for i in order], _padded(range(len(order)), size)
+        new.recipes, new.rows = [recipes[i] for i in order], _pad(range(len(order)), size)
         state = [
-            _once(a[0], size) if i in self.shared else both(a, b)
+            _expand_members(a[0], size) if i in self.shared else both(a, b)
             for i, (a, b) in enumerate(zip(self.state, other.state, strict=True))
         ]
         new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
@@ -284,7 +284,7 @@ class Stack:
             new.scaler = a.on(both(a.scale_M, b.scale_M), both(a.growth_tracker_M, b.growth_tracker_M))
         new.clip_limits = None
         if self.clip_limits is not None or other.clip_limits is not None:
-            new.clip_limits = both(self._limits(), other._limits())
+            new.clip_limits = both(self._limits_or_inf(), other._limits_or_inf())
         new.optimizer = self.optimizer.merged(new, other.optimizer)
         if (x := self.averages) is not None and (y := other.averages) is not None:
             all_rows = [*x.rows[:mine], *y.rows[:theirs]]
@@ -292,7 +292,7 @@ class Stack:
             new.averages = x.each(lambda _: next(values), [all_rows[row] for row in rows])
         return new
 
-    def _limits(self) -> Tensor:
+    def _limits_or_inf(self) -> Tensor:
         """Return the gradient clipping limit of every row; infinity if it does not clip."""
         if self.clip_limits is not None:
             return self.clip_limits
@@ -309,7 +309,7 @@ class Stack:
             pairs.append((self.scaler.scale_M, other.scaler.scale_M))
             pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
         if self.clip_limits is not None:
-            pairs.append((self.clip_limits, other._limits()))
+            pairs.append((self.clip_limits, other._limits_or_inf()))
         assert self.averages is None, "a stack with averages is not captured"
         index = torch.tensor(rows, device=self.device)
         for ours, value in pairs:
@@ -341,13 +341,13 @@ class Stack:
     def keep(self, slots: Sequence[int], size: int) -> Stack:
         """Return a stack with only these members, which keeps their state and order."""
         assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
-        rows = _padded(slots, size)
+        rows = _pad(slots, size)
         new = copy.copy(self)
         new.recipes = [self.recipes[slot] for slot in slots]
-        new.rows = _padded(range(len(slots)), size)
+        new.rows = _pad(range(len(slots)), size)
         new.shared = self.shared if size > 1 else frozenset()
         state = [
-            _once(tensor.detach()[0], size) if i in self.shared else tensor.detach()[rows]
+            _expand_members(tensor.detach()[0], size) if i in self.shared else tensor.detach()[rows]
             for i, tensor in enumerate(self.state)
         ]
         new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
@@ -363,23 +363,23 @@ class Stack:
         return new
 
 
-def _leave_attributes(model: nn.Module, recipe: Recipe) -> None:
+def _set_module_attributes(model: nn.Module, recipe: Recipe) -> None:
     """Set the module attributes that the first call of the step sets, such as the mode of a layer that it freezes."""
     for trace in recipe.steps.values():
         for (where, name), value in trace.left.items():
             setattr(model.get_submodule(where), name, value.clone() if isinstance(value, Tensor) else value)
 
 
-def _apart(grads: Grads) -> Grads:
+def _make_writable(grads: Grads) -> Grads:
     """Return gradients that can be changed in place: those that share memory or are expanded tensors are cloned."""
-    seen: set[int] = set()
+    storages: set[int] = set()
     separate: list[Tensor | None] = []
     for grad in grads:
         memory = 0 if grad is None else grad.untyped_storage()._cdata
-        if grad is not None and (memory in seen or _overlaps(grad)):
+        if grad is not None and (memory in storages or _overlaps(grad)):
             grad = grad.clone(memory_format=torch.contiguous_format)
         separate.append(grad)
-        seen.add(memory)
+        storages.add(memory)
     return separate
 
 
@@ -388,11 +388,11 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _once(tensor: Tensor, size: int) -> Tensor:
+def _expand_members(tensor: Tensor, size: int) -> Tensor:
     """Add a member axis of `size` rows without copying."""
     return tensor.detach().unsqueeze(0).expand(size, *tensor.shape)
 
 
-def _padded(rows: Sequence[int], size: int) -> list[int]:
+def _pad(rows: Sequence[int], size: int) -> list[int]:
     """Repeat the last entry until there are `size` of them."""
     return [*rows, *[rows[-1]] * (size - len(rows))]

@@ -85,7 +85,7 @@ class StackedOptimizer:
         """Create what refers to the stack's current tensors, and start without a table of scheduled values."""
         leaves, kind = self.span.leaves, self.plans[0].kind
         self._fused: list[FusedAdam | FlatUpdate | None] = [
-            _at_once(kind, rule, [leaves[i] for i in indices], states)
+            _fast_update(kind, rule, [leaves[i] for i in indices], states)
             for (rule, indices), states in zip(self.groups, self.states, strict=True)
         ]
         self.last_rates = last_rates
@@ -138,7 +138,7 @@ class StackedOptimizer:
             member.job.schedule is not None and member.job.schedule_every == "step" and slot not in self._frozen
             for slot, member in enumerate(self.span.members)
         )
-        self.schedule_failed = any(runner.error is not None for _, runner in self._moving())
+        self.schedule_failed = any(runner.error is not None for _, runner in self._active_runners())
 
     def look_ahead(self, steps: int, least: int) -> None:
         """Compute the hyper-parameters of the next `steps` steps, if schedules allow it and `steps` is at least
@@ -152,7 +152,7 @@ class StackedOptimizer:
             constant[:, :, slot] if slot in self._frozen else runner.table(steps + 1)
             for slot, runner in enumerate(self._runners())
         ]
-        self.raises_in = min((r.raises_in for _, r in self._moving() if r.raises_in is not None), default=None)
+        self.raises_in = min((r.raises_in for _, r in self._active_runners() if r.raises_in is not None), default=None)
         if all(table is not None for table in tables):
             wide = torch.stack([tables[r] for r in self.span.rows], 2)  # type: ignore[misc]
             self.table = wide.to(self.span.device)
@@ -167,7 +167,7 @@ class StackedOptimizer:
             self.schedule_failed = self._ahead == self.raises_in
             return
         self.last_rates = self._current_rates()
-        for slot, runner in self._moving():
+        for slot, runner in self._active_runners():
             runner.step()
             self.schedule_failed |= runner.error is not None
             self._read_schedule(slot)
@@ -178,7 +178,7 @@ class StackedOptimizer:
             self._ahead += steps
             self.schedule_failed = self._ahead == self.raises_in
         elif self._stepped:
-            for slot, runner in self._moving():
+            for slot, runner in self._active_runners():
                 runner.step(steps - 1)
                 self.last_rates[slot] = runner.values()[0].get("lr", float("nan"))
                 runner.step()
@@ -190,7 +190,7 @@ class StackedOptimizer:
             return {}
         self.note_rates()
         self.sync_schedules()
-        return {slot: runner.error for slot, runner in self._moving() if runner.error is not None}
+        return {slot: runner.error for slot, runner in self._active_runners() if runner.error is not None}
 
     def note_rates(self) -> None:
         """Record the learning rates of the last completed step."""
@@ -203,7 +203,7 @@ class StackedOptimizer:
     def sync_schedules(self) -> None:
         """Advance the schedule objects by the steps that read their values from the table, and drop the table."""
         if self.table is not None:
-            for _, runner in self._moving():
+            for _, runner in self._active_runners():
                 runner.step(self._ahead)
         self.table, self._ahead = None, 0
 
@@ -226,7 +226,7 @@ class StackedOptimizer:
     def _runners(self) -> list[ScheduleRunner]:
         return [plan.runner for plan in self.plans if plan.runner is not None]
 
-    def _moving(self) -> list[tuple[int, ScheduleRunner]]:
+    def _active_runners(self) -> list[tuple[int, ScheduleRunner]]:
         """Return the schedules that are not frozen, with their slots."""
         return [(slot, runner) for slot, runner in enumerate(self._runners()) if slot not in self._frozen]
 
@@ -355,7 +355,7 @@ class StackedOptimizer:
         return new
 
 
-def _at_once(
+def _fast_update(
     kind: type[Optimizer], rule: Rule, params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> FusedAdam | FlatUpdate | None:
     """Return a faster way to update the group than parameter by parameter, or None."""

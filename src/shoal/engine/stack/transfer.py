@@ -34,12 +34,12 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     few copies."""
     moved_tensors = [tensor.detach() for tensor in tensors]
     away = [i for i, tensor in enumerate(moved_tensors) if is_away(tensor, device)]
-    for i, value in zip(away, _moved([moved_tensors[i] for i in away], device), strict=True):
+    for i, value in zip(away, _move_together([moved_tensors[i] for i in away], device), strict=True):
         moved_tensors[i] = value
     return moved_tensors
 
 
-def _moved(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+def _move_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     if sum(tensor.nbytes for tensor in tensors) <= MOST_BYTES:
         with suppress(torch.OutOfMemoryError):  # a GPU may have no memory for the flat copy
             return across(tensors, device)
@@ -53,22 +53,26 @@ def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         by_dtype.setdefault((tensor.dtype, tensor.device), []).append(i)
     copies = list(tensors)
     for indices in by_dtype.values():
-        flat = _copied([tensors[i].reshape(-1) for i in indices], device)
+        flat = _copy_flat([tensors[i].reshape(-1) for i in indices], device)
         parts = torch.split(flat, [tensors[i].numel() for i in indices])
         for i, part in zip(indices, parts, strict=True):
             copies[i] = part.view(tensors[i].shape)
     return copies
 
 
-def _copied(parts: list[Tensor], device: torch.device) -> Tensor:
+def _copy_flat(parts: list[Tensor], device: torch.device) -> Tensor:
     """Copy flat tensors of one dtype and device into one flat tensor on another device."""
     first = parts[0]
     if first.device.type == "cpu":
-        flat = _on_host(sum(len(part) for part in parts), first.dtype, pinned=device.type == "cuda")
+        flat = _empty_on_host(sum(len(part) for part in parts), first.dtype, pinned=device.type == "cuda")
         torch.cat(parts, out=flat)
         return flat.to(device, non_blocking=True)  # the host's memory is not used again before the copy is done
     flat = torch.cat(parts)
-    return _on_host(len(flat), flat.dtype, pinned=flat.is_cuda).copy_(flat) if device.type == "cpu" else flat.to(device)
+    return (
+        _empty_on_host(len(flat), flat.dtype, pinned=flat.is_cuda).copy_(flat)
+        if device.type == "cpu"
+        else flat.to(device)
+    )
 
 
 def expect(nbytes: int, device: torch.device) -> None:
@@ -78,11 +82,11 @@ def expect(nbytes: int, device: torch.device) -> None:
     """
     if device.type != "cpu" and nbytes <= MOST_BYTES:
         pieces = range(0, min(nbytes, MOST_HEAP), PIECE)
-        held = [torch.ones(PIECE, dtype=torch.uint8) for _ in pieces]
-        del held
+        blocks = [torch.ones(PIECE, dtype=torch.uint8) for _ in pieces]
+        del blocks
 
 
-def _on_host(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+def _empty_on_host(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Allocate memory on the host. Pinned memory is taken in blocks of one size, since a new block takes
     milliseconds."""
     if not pinned:

@@ -81,7 +81,7 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
     for i, (slot, member) in enumerate(zip(slots, members, strict=True)):
         if member.job.metrics:
             with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
-                values[slot] |= _measured(member.job, member_output(all_outputs, i), all_targets)
+                values[slot] |= _compute_metrics(member.job, member_output(all_outputs, i), all_targets)
     return values
 
 
@@ -195,11 +195,11 @@ class Sheet:
         """Return the means and the metrics."""
         values = self.means()
         if self.job.metrics:
-            values |= _measured(self.job, join_batches(self.outputs), join_batches(self.targets))
+            values |= _compute_metrics(self.job, join_batches(self.outputs), join_batches(self.targets))
         return values
 
 
-def _measured(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
+def _compute_metrics(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, metric in job.metrics.items():
         value = measure(metric, outputs, targets)

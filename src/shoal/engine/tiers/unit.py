@@ -169,7 +169,7 @@ def stack_outputs(outputs: list[Any]) -> Any:
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = [leaf for leaf, _ in flat]
     can_stack = all(spec == flat[0][1] for _, spec in flat) and all(
-        _alike(x, y) for row in leaves for x, y in zip(leaves[0], row, strict=True)
+        _same_shape(x, y) for row in leaves for x, y in zip(leaves[0], row, strict=True)
     )
     if not can_stack:
         return Unlike(outputs)
@@ -177,7 +177,7 @@ def stack_outputs(outputs: list[Any]) -> Any:
     return pytree.tree_unflatten(columns, flat[0][1])
 
 
-def _alike(x: Any, y: Any) -> bool:
+def _same_shape(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x.shape == y.shape and x.dtype == y.dtype
     return x is None and y is None
@@ -226,7 +226,7 @@ LOST = ("device-side assert", "illegal memory access", "misaligned address", "un
 
 def context_lost(error: BaseException | None) -> bool:
     """Return whether an exception means that nothing on the device can be reached any more."""
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in LOST)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in LOST)
 
 
 def out_of_memory(error: BaseException | None) -> bool:

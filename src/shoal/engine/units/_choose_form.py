@@ -100,7 +100,7 @@ def choose(
     """
     trials = Trials(recipes, trace_cache, cache)
     with timed("trials"):
-        previous = _recorded(recorded, len(recipes), compile, stackable)
+        previous = _form_named(recorded, len(recipes), compile, stackable)
         form = None if previous is None else trials.time(previous)
         if form is not None and form.compiled and not trials.made_here(form):
             form = trials.confirm(form)
@@ -113,7 +113,7 @@ def choose(
     return None if form is None else (form, trials.unit(form))
 
 
-def _recorded(name: str, count: int, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
+def _form_named(name: str, count: int, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
     """Return the form with this name for so many members, or None if they cannot have it."""
     tier, _, compiled = name.partition(" ")
     if tier not in ("streams", "stacked") or (tier == "stacked" and not stackable):
@@ -207,7 +207,7 @@ class Trials:
             with timed("trials") as span:
                 self._last = self._time(form)
         except (RuntimeError, NotImplementedError, AssertionError, NotStackable) as error:
-            if context_lost(error) or _broken(error):
+            if context_lost(error) or _is_own_assertion(error):
                 raise
             self._failed.add(form.name)
             if not out_of_memory(error):
@@ -224,7 +224,7 @@ class Trials:
         trim()
         bytes_before, _ = held()
         unit = self._build(form)
-        measured = _timed(unit, form)
+        measured = _time_replays(unit, form)
         self._bytes = unit.set_up_bytes - bytes_before
         return measured, unit
 
@@ -251,7 +251,7 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
         if (
             plain is not None
             and not second_known
-            and (len(order) == 1 or _fills(plain, count) or steps * plain.seconds * FORM_GAIN < second_cost)
+            and (len(order) == 1 or _fills_device(plain, count) or steps * plain.seconds * FORM_GAIN < second_cost)
         ):
             return plain
         return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
@@ -261,14 +261,14 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
     first = trials.time(Form(order[0], True))
     if first is not None and (
         len(order) == 1
-        or _fills(first, count)
+        or _fills_device(first, count)
         or steps * first.seconds * COMPILED_GAIN < max(compile_estimate, first.compile_seconds)
     ):
         return _best([plain, first])
     return _best([plain, first, *(trials.time(Form(chunk, True)) for chunk in order[1:])])
 
 
-def _fills(form: Form, count: int) -> bool:
+def _fills_device(form: Form, count: int) -> bool:
     """Return whether members on parallel streams already fill the device."""
     return form.chunk == 1 and form.seconds > FULL_SECONDS * count
 
@@ -277,7 +277,7 @@ def _best(forms: list[Form | None]) -> Form | None:
     return min((form for form in forms if form is not None), key=lambda form: form.seconds, default=None)
 
 
-def _timed(unit: CapturedUnit, form: Form) -> Form:
+def _time_replays(unit: CapturedUnit, form: Form) -> Form:
     """Time replays of the unit's captured step, and return the form with its measurements."""
     graph = unit.graph(RECORDER)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -314,7 +314,7 @@ def _operations(graph: Trace) -> float:
     return total
 
 
-def _broken(error: Exception) -> bool:
+def _is_own_assertion(error: Exception) -> bool:
     """Return whether an assertion of this package failed. That is a bug and must be raised; an assertion in torch while
     it compiles or captures only means that this form is not available."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -40,14 +40,14 @@ def arrange(
                 why = f"{reason}; serial as in the run before" if was_serial and group.recipes else reason
                 parts.append(Part("serial", [member.index], [member.name], why))
                 units.append(SerialUnit(member))
-        for form, recipes in _alike(group.recipes, recorded):
-            part, unit = _captured(group, recipes, trace_cache, cache, compile, reason, form)
+        for form, recipes in _group_for_capture(group.recipes, recorded):
+            part, unit = _arrange_group(group, recipes, trace_cache, cache, compile, reason, form)
             parts.append(part)
             units += unit
     return parts, units
 
 
-def _captured(
+def _arrange_group(
     group: Group,
     recipes: list[Recipe],
     trace_cache: TraceCache,
@@ -76,7 +76,7 @@ def _captured(
     return Part(form.tier, indices, names, reason, predicted), [unit]
 
 
-def _alike(recipes: list[Recipe], recorded: Mapping[int, str]) -> list[tuple[str, list[Recipe]]]:
+def _group_for_capture(recipes: list[Recipe], recorded: Mapping[int, str]) -> list[tuple[str, list[Recipe]]]:
     """Group members that are captured together, with the form that they had in the run before.
 
     They read the same data, since a captured step gathers rows from one data set. Members that cannot be captured are

@@ -68,7 +68,7 @@ def _time_alone(recipe: Recipe) -> None:
 
 def requests(
     groups: list[Group],
-    tried: Verdicts | None = None,
+    verdicts: Verdicts | None = None,
     tiers: Mapping[int, str] | None = None,
     *,
     exact: bool = True,
@@ -77,7 +77,7 @@ def requests(
 
     Args:
         groups: Members that may be stacked together.
-        tried: The verdicts of trials.
+        verdicts: The verdicts of trials.
         tiers: The tiers that members had in the run that is resumed, by member index; they get them again.
         exact: Compute bytes from a step on fake tensors; otherwise estimate them, which is faster.
     """
@@ -91,7 +91,7 @@ def requests(
         key = perf_cache.computation(group.recipes[0]) if group.recipes else f"untraced {number}"
         key = key if keys.setdefault(key, number) == number else f"{key}-{number}"
         for member in group.members:
-            verdict, recipe = (tried or {}).get(member.index), recipes.get(member.index)
+            verdict, recipe = (verdicts or {}).get(member.index), recipes.get(member.index)
             deciding = verdict if recipe is not None and worth_a_trial(recipe) else None
             tier, why = _tier(group, reason, deciding, (tiers or {}).get(member.index, ""))
             kind = (perf_cache.digest(recipe), tier, verdict) if recipe is not None else member.index

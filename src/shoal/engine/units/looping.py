@@ -63,9 +63,9 @@ def looped(members: Sequence[Member], tiers: Mapping[int, str]) -> dict[int, str
         if member.index not in tiers:
             by_kind.setdefault(_kind(member), []).append(member)
     reasons = {index: "serial as in the run before" for index, tier in tiers.items() if tier == "serial"}
-    for alike in by_kind.values():
-        reason = _reason(alike)
-        reasons |= {member.index: reason for member in alike} if reason else {}
+    for similar in by_kind.values():
+        reason = _reason_to_loop(similar)
+        reasons |= {member.index: reason for member in similar} if reason else {}
     return reasons
 
 
@@ -120,19 +120,19 @@ def _alone_seconds(member: Member) -> float | None:
     return None if pilot is None else pilot.alone
 
 
-def _reason(alike: Sequence[Member]) -> str:
+def _reason_to_loop(similar: Sequence[Member]) -> str:
     """Return why members that are alike should train in a loop; empty if a stack should be faster or it is not
     known."""
-    if len(alike) == 1:
+    if len(similar) == 1:
         return "no other job is like it"
     try:
-        pilot = _pilot(alike[0])
+        pilot = _pilot(similar[0])
     except Untraceable as refusal:
         return str(refusal)
     except Exception:  # the same error will end this member in training
         return ""
-    steps = [expected_steps(member) for member in alike]
-    if pilot is None or pilot.gain(steps, alike[0].val is not None, _same_beginning(alike)) > 0:
+    steps = [expected_steps(member) for member in similar]
+    if pilot is None or pilot.gain(steps, similar[0].val is not None, _share_frozen_part(similar)) > 0:
         return ""
     return "a stack would take longer to set up than it could save"
 
@@ -143,15 +143,19 @@ def expected_steps(member: Member) -> int:
     These are all that are left. If a search decides at pauses whether the member continues, the estimate is that a
     third of the members continues each time, with three times as many epochs.
     """
-    left = num_steps(member) - member.step
-    paused = member.batches_to_stop // member.job.accumulate
-    return left if not 0 < paused < left else round(paused * (1 + math.log(left / paused) * 2 / (3 * math.log(3))))
+    steps_left = num_steps(member) - member.step
+    steps_to_pause = member.batches_to_stop // member.job.accumulate
+    return (
+        steps_left
+        if not 0 < steps_to_pause < steps_left
+        else round(steps_to_pause * (1 + math.log(steps_left / steps_to_pause) * 2 / (3 * math.log(3))))
+    )
 
 
-def _same_beginning(alike: Sequence[Member]) -> bool:
+def _share_frozen_part(similar: Sequence[Member]) -> bool:
     """Return whether members read the same rows and have equal frozen weights."""
-    orders = {(m.job.order_seed if m.job.shuffle else None, id(m.data.source)) for m in alike}
-    frozen = [[p for p in m.model.parameters() if not p.requires_grad and not is_lazy(p)] for m in alike]
+    orders = {(m.job.order_seed if m.job.shuffle else None, id(m.data.source)) for m in similar}
+    frozen = [[p for p in m.model.parameters() if not p.requires_grad and not is_lazy(p)] for m in similar]
     if len(orders) > 1 or not frozen[0]:
         return False
     return all(same_bits(a, b) for row in frozen[1:] for a, b in zip(frozen[0], row, strict=True))
@@ -268,12 +272,12 @@ class _Frozen(TorchFunctionMode):
 
 def _num_nodes(loss: Tensor) -> int:
     """Count the nodes of the loss's autograd graph."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    seen, to_visit = set(), [loss.grad_fn]
+    while to_visit:
+        node = to_visit.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            waiting += [other for other, _ in node.next_functions]
+            to_visit += [other for other, _ in node.next_functions]
     return len(seen)
 
 

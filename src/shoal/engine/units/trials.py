@@ -55,7 +55,7 @@ _verdicts: dict[str, Verdict] = {}
 T = TypeVar("T")
 
 
-def _undone(measure: Callable[..., T]) -> Callable[..., T]:
+def _restoring_state(measure: Callable[..., T]) -> Callable[..., T]:
     """Decorate a measurement of a member or recipe, so that Python state (a counter in a closure) is restored after
     it."""
 
@@ -154,7 +154,7 @@ def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
     """Return the verdict on this recipe, measured now or earlier; None if it cannot be tried."""
     key = digest(recipe)
     if key not in _verdicts:
-        answer = _remembered(key)
+        answer = _stored_verdict(key)
         if answer is None:
             try:
                 answer = trial(recipe, trace_cache)
@@ -165,7 +165,7 @@ def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
     return _verdicts[key]
 
 
-def _remembered(key: str) -> Verdict | None:
+def _stored_verdict(key: str) -> Verdict | None:
     """Return the verdict of an earlier run; None if a number is missing."""
     try:
         return Verdict(**perf_cache.lookup(key).verdict)
@@ -173,19 +173,19 @@ def _remembered(key: str) -> Verdict | None:
         return None
 
 
-def seconds_curve(recipe: Recipe, tried: Verdict | None, tier: str = "stacked") -> Curve | None:
+def seconds_curve(recipe: Recipe, trial_verdict: Verdict | None, tier: str = "stacked") -> Curve | None:
     """Return seconds of a step as a function of the rows, from earlier runs and from the trial."""
     measured = perf_cache.lookup(digest(recipe)).curve("seconds", tier)
-    trial_points = tried.curve.points if tried is not None and tier == "stacked" else ()
+    trial_points = trial_verdict.curve.points if trial_verdict is not None and tier == "stacked" else ()
     return Curve.of([*trial_points, *(measured.points if measured is not None else ())])
 
 
-def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, tried: Verdict) -> None:
+def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, trial_verdict: Verdict) -> None:
     """Time a stack of the pack's own size, if that is cheap and far from the sizes that are known. It changes no
     tier."""
     rows = min(rows, MOST_ROWS)
-    curve = seconds_curve(recipe, tried)
-    if tried.large or curve is None or rows < 2 * tried.rows or curve.at(rows) > REFINE_SECONDS:
+    curve = seconds_curve(recipe, trial_verdict)
+    if trial_verdict.large or curve is None or rows < 2 * trial_verdict.rows or curve.at(rows) > REFINE_SECONDS:
         return
     if any(rows / 2 < known <= rows * 2 for known, _ in curve.points):
         return
@@ -196,16 +196,16 @@ def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, tried: Verdict) -
     perf_cache.note(digest(recipe), tier="stacked", rows=rows, seconds=seconds)
 
 
-@_undone
+@_restoring_state
 def step_seconds(recipe: Recipe, trace_cache: TraceCache, rows: int, rounds: int = 5) -> float:
     """Time a stacked step of so many copies of the recipe's member."""
-    runner = _stacked(recipe, trace_cache, rows)
+    runner = _stacked_runner(recipe, trace_cache, rows)
     runner.run(1)
     block = max(1, min(16, int(0.02 / runner.run(1))))  # several short steps in a row, with warm caches as in training
     return statistics.median(runner.run(block) / block for _ in range(rounds))
 
 
-@_undone
+@_restoring_state
 def lone_seconds(member: Member, rounds: int = 2) -> float:
     """Time a step of a copy of this member alone. On a CPU it uses torch's current number of threads."""
     runner = _Runner(SerialUnit(scratch_copy(member)))
@@ -213,7 +213,7 @@ def lone_seconds(member: Member, rounds: int = 2) -> float:
     return min(runner.run(1) for _ in range(rounds))
 
 
-def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
+def _stacked_runner(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
     """Return a runner of a stack of so many copies of the recipe's member."""
     member = scratch_copy(recipe.member)
     copied = Recipe(member, recipe.steps, plan_optimizer(member))
@@ -221,14 +221,14 @@ def _stacked(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runner:
     return _Runner(StackedUnit.around(Stack([copied], size=rows), trace_cache), thread_time)
 
 
-@_undone
+@_restoring_state
 def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
     """Time steps of copies of the recipe's member, stacked and alone, in turns."""
     alone = _Runner(SerialUnit(scratch_copy(recipe.member)), thread_time)
     alone.run(1)
     first = alone.run(1)
     rows, rounds = (ROWS, ROUNDS) if first < LARGE_SECONDS else (LARGE_ROWS, LARGE_ROUNDS)
-    together, two = _stacked(recipe, trace_cache, rows), _stacked(recipe, trace_cache, LEAST)
+    together, two = _stacked_runner(recipe, trace_cache, rows), _stacked_runner(recipe, trace_cache, LEAST)
     together.run(2)
     two.run(2)
     ratios, stacked, solo, pair = [], [], [], []

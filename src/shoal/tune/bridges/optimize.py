@@ -1,4 +1,4 @@
-"""An Optuna objective that trains one network, for many trials at a time.
+"""Run an Optuna objective that trains one network for many trials at a time.
 
     def objective(trial):
         job = shoal.Job(..., hparams={"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)})
@@ -8,9 +8,8 @@
     optimize(study, objective, n_trials=100)        # packed
 
 Each objective has a thread, and only one of them runs at any time: up to its call of `train_trial`, where it waits
-until all others have come that far. Their jobs are then trained as one pack, and the objectives continue, one after
-another. Code in an objective needs no locks, and random numbers that it draws do not depend on how threads are
-scheduled.
+until all others have reached theirs. Their jobs are then trained as one pack, and the objectives continue, one after
+another. Code in an objective needs no locks, and its random numbers do not depend on how threads are scheduled.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from shoal.results import Result, Results
 from shoal.training import train
 
 AT_ONCE = 32
-"""Trials that train together where the caller does not say."""
+"""The default number of trials that train together."""
 SETTINGS = [name for name in inspect.signature(train).parameters if name not in ("jobs", "callbacks")]
-"""What `optimize` passes on to `shoal.train`."""
+"""Arguments that `optimize` passes to `shoal.train`."""
 INSTEAD = {
     "timeout": "n_trials says when it ends",
     "n_jobs": "at_once says how many trials train together",
     "show_progress_bar": "use progress=True",
     "gc_after_trial": "leave it out",
 }
-"""Arguments of `study.optimize` that `optimize` does not have, and what to do."""
+"""Arguments of `study.optimize` that `optimize` does not have, and what to do instead."""
 
 
 class TrainingFailed(ShoalError, RuntimeError):
-    """A job of an objective failed; the message is the job's error."""
+    """Raised if a job of an objective failed; the message is the job's error."""
 
 
 _steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -51,20 +50,19 @@ _steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class _Interrupted(BaseException):
-    """Ends an objective whose study is being interrupted."""
+    """Ends an objective whose study is interrupted."""
 
 
 def train_trial(trial: Any, job: Job, metric: str, **settings: Any) -> Result:
-    """Train a job for an Optuna trial, report `metric` after each epoch that has it, and end where the pruner says so.
+    """Train a job for an Optuna trial, report `metric` after each epoch that has it, and stop if the pruner says so.
 
-    An objective may train several jobs, one after another: their epochs are then reported one after another too.
-
-    Under `optimize` the jobs of many trials are trained together, with the settings given there. Elsewhere, as under
-    `study.optimize`, the job is trained alone; `settings` are then those of `shoal.train`.
+    An objective may train several jobs one after another; their epochs are reported as one sequence. Under `optimize`,
+    the jobs of many trials are trained together, with the settings given there. Elsewhere, as under `study.optimize`,
+    the job is trained alone with `settings`, those of `shoal.train`.
 
     Raises:
-        optuna.TrialPruned: when the study's pruner ended the training.
-        TrainingFailed: when the job failed.
+        optuna.TrialPruned: If the study's pruner ended the training.
+        TrainingFailed: If the job failed.
     """
     if not isinstance(job, Job):
         raise JobError(f"train_trial: {type(job).__name__} is no job; pass a shoal.Job")
@@ -90,7 +88,7 @@ def optimize(
     callbacks: Sequence[Callable[[Any, Any], None]] = (),
     **settings: Any,
 ) -> None:
-    """`study.optimize`, with the jobs of many trials trained together.
+    """Run `study.optimize` with the jobs of many trials trained together.
 
     Args:
         study: An Optuna study: its sampler, pruner and storage are used as they are.
@@ -98,9 +96,9 @@ def optimize(
         n_trials: How many trials to run.
         at_once: How many of them are asked for, and trained, at the same time. The sampler learns from a group when it
             has ended.
-        catch: Exceptions that cost their trial alone. Others end the study when the trials under way have ended.
+        catch: Exceptions that fail only their trial. Others end the study when the current trials have ended.
         callbacks: Called with the study and the trial when a trial has ended.
-        settings: Those of `shoal.train`, such as device or memory.
+        settings: Settings of `shoal.train`, such as device or memory.
     """
     if not callable(getattr(study, "ask", None)) or not callable(getattr(study, "tell", None)):
         raise ValueError(f"study is {study!r}; pass an Optuna study: optuna.create_study(direction='maximize')")
@@ -130,7 +128,7 @@ def optimize(
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    """TypeError for what `shoal.train` does not take, such as other arguments of `study.optimize`."""
+    """Raise a TypeError for arguments that `shoal.train` does not take, such as other ones of `study.optimize`."""
     for name in settings:
         if name not in SETTINGS:
             hint = INSTEAD.get(name, f"its settings are those of shoal.train: {', '.join(SETTINGS)}")
@@ -138,7 +136,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def _advance_all(group: Sequence[_Objective], settings: dict[str, Any]) -> None:
-    """Run the objectives to their ends, and train what they ask for on the way."""
+    """Run the objectives to their ends, and train the jobs that they request on the way."""
     for each in group:
         each.advance()
     while waiting := [each for each in group if each.request is not None]:
@@ -148,20 +146,20 @@ def _advance_all(group: Sequence[_Objective], settings: dict[str, Any]) -> None:
 
 
 def _train(requests: Sequence[_Request], settings: dict[str, Any]) -> None:
-    """Train the jobs as one pack; each request then has its result, or what was wrong with its job."""
+    """Train the jobs as one pack. Each request then has its result, or the error of its job."""
     by_name = {request.job.name: request for request in requests}
 
     def after_epoch(view: MemberView) -> None:
         by_name[view.name].report(view)
 
-    def run(some: Sequence[_Request]) -> Results:
+    def run(group: Sequence[_Request]) -> Results:
         callbacks = [*settings.get("callbacks", ()), after_epoch]
-        return train([request.job for request in some], **{**settings, "callbacks": callbacks})
+        return train([request.job for request in group], **{**settings, "callbacks": callbacks})
 
     try:
         good: Sequence[_Request] = requests
         results = run(good)
-    except JobError:  # of one job, which the others must not pay for
+    except JobError:  # an error of one job, which must not affect the others
         good = [request for request in requests if request.check()]
         if len(good) == len(requests):
             raise
@@ -172,7 +170,7 @@ def _train(requests: Sequence[_Request], settings: dict[str, Any]) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A job that an objective wants to have trained."""
+    """A job that an objective requests to be trained."""
 
     trial: Any
     job: Job
@@ -182,20 +180,20 @@ class _Request:
     pruned_at: int | None = None
     reported: set[int] = field(default_factory=set)
     before: int = 0
-    """Epochs that the trial has reported of other jobs, as of other folds: Optuna takes each step once."""
+    """Epochs that the trial has reported for earlier jobs, such as other folds, since Optuna accepts each step once."""
 
     def __post_init__(self) -> None:
         self.before = _steps.get(self.trial, 0)
 
     def report(self, view: MemberView) -> None:
-        """Pass on the value of an epoch, and stop the member where the pruner says so."""
+        """Report the value of an epoch to Optuna, and stop the member if the pruner says so."""
         row = view.metrics
         epoch = int(row.get("epoch", 0))
         if self.metric not in row or epoch in self.reported:
             return
         self.reported.add(epoch)
         if len(getattr(getattr(self.trial, "study", None), "directions", ())) > 1:
-            return  # with several objectives Optuna takes no reports, and does not prune
+            return  # with several objectives Optuna accepts no reports and does not prune
         _steps[self.trial] = self.before + epoch
         self.trial.report(row[self.metric], self.before + epoch)
         if view.status == "running" and self.trial.should_prune():
@@ -203,7 +201,7 @@ class _Request:
             view.stop("pruned")
 
     def check(self) -> bool:
-        """Whether the job alone can be prepared."""
+        """Return whether the job can be prepared by itself."""
         from torch import device
 
         from shoal.preparation.checks import prepare
@@ -215,7 +213,7 @@ class _Request:
         return self.error is None
 
     def outcome(self) -> Result:
-        """The result; raises what the objective has to know."""
+        """Return the result, or raise what the objective should get."""
         if self.error is not None:
             raise self.error
         assert self.result is not None
@@ -241,7 +239,7 @@ _current = _Current()
 
 
 class _Objective:
-    """One trial's objective, in a thread that runs while `advance` waits, and waits otherwise."""
+    """One trial's objective, in a thread that only runs while `advance` waits."""
 
     def __init__(self, trial: Any, function: Callable[[Any], Any]) -> None:
         self.trial, self._function = trial, function
@@ -253,7 +251,7 @@ class _Objective:
         self._thread = threading.Thread(target=self._run, name=f"trial {trial.number}", daemon=True)
 
     def advance(self) -> None:
-        """Let it run until it asks for a training, or ends."""
+        """Let it run until it requests a training, or ends."""
         self.request = None
         if self._thread.ident is None:
             self._thread.start()
@@ -261,7 +259,7 @@ class _Objective:
         self._back.acquire()
 
     def wait(self, request: _Request) -> _Request:
-        """In its own thread: ask for a training, and come back when that is done."""
+        """Called in the objective's thread: request a training, and return when it is done."""
         self.request = request
         self._back.release()
         self._turn.acquire()
@@ -270,7 +268,7 @@ class _Objective:
         return request
 
     def interrupt(self) -> None:
-        """End it, if it waits."""
+        """End it if it waits."""
         self._interrupted = True
         while self._thread.ident is not None and not self._ended:
             self.advance()
@@ -288,7 +286,7 @@ class _Objective:
             self._back.release()
 
     def finish(self, study: Any, callbacks: Sequence[Callable[[Any, Any], None]] = ()) -> BaseException | None:
-        """Give Optuna the outcome; returns what the objective raised, unless it was pruned."""
+        """Report the outcome to Optuna, and return what the objective raised, unless it was pruned."""
         from optuna import TrialPruned
         from optuna.trial import TrialState
 

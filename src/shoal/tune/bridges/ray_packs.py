@@ -1,4 +1,4 @@
-"""A Ray Tune trainable that trains a pack of configurations in one trial of Ray's.
+"""A Ray Tune trainable that trains a pack of configurations in one Ray trial.
 
     configs = [space.sample(0, number) for number in range(64)]
     tuner = ray.tune.Tuner(
@@ -7,8 +7,8 @@
     )
     best = best_first(tuner.fit(), "accuracy")[0]
 
-Ray places packs on machines and devices, Shoal trains the configurations of each together. This file itself does not
-need Ray until a trial runs.
+Ray places packs on machines and devices, and Shoal trains the configurations of each together. Ray is not needed until
+a trial runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Configuration = dict[str, Any]
 
 
 def packs(configs: Iterable[Mapping[str, Any]], size: int) -> list[list[Configuration]]:
-    """Configurations in groups of `size`, the last of what is left: one group is one trial of Ray's.
+    """Divide configurations into groups of `size`; the last may be smaller. Each group is one Ray trial.
 
     >>> [len(pack) for pack in packs([{"lr": 0.1}] * 5, size=2)]
     [2, 2, 1]
@@ -43,17 +43,17 @@ def packs(configs: Iterable[Mapping[str, Any]], size: int) -> list[list[Configur
 def pack_trainable(
     make_job: Callable[[Configuration], Job], metric: str, mode: str | None = None, **settings: Any
 ) -> Callable[[dict[str, Any]], None]:
-    """A function that Ray Tune runs as a trial, with the configurations of a pack under the name "pack".
+    """Return a function that Ray Tune runs as a trial, with the configurations of a pack under the name "pack".
 
     After each epoch it reports the best value of the pack so far, under the metric's name, with `epoch` and `running`.
     Its last report also has `best_config`, and in `results`, as JSON, an entry for each configuration: config, value,
-    epochs, status, error. A configuration whose make_job raises costs itself alone.
+    epochs, status, error. If make_job raises for a configuration, only that one fails.
 
     Args:
-        make_job: From a configuration to its shoal.Job.
+        make_job: Returns the shoal.Job of a configuration.
         metric: What to report: "val_loss", one of the jobs' metrics, or a name in a step's logs.
-        mode: "min" or "max"; None: as the metric's name says.
-        settings: Those of `shoal.train`, such as device.
+        mode: "min" or "max"; None: derived from the metric's name.
+        settings: Settings of `shoal.train`, such as device.
     """
     towards = direction(metric) if mode is None else mode
     if towards not in ("min", "max"):
@@ -69,7 +69,7 @@ def pack_trainable(
 
 
 def best_first(results: Iterable[Any], metric: str, mode: str | None = None) -> list[dict[str, Any]]:
-    """The configurations of all packs of a finished Ray Tune run, the best one first; those without a value last."""
+    """Return the configurations of all packs of a finished Ray Tune run, the best first; those without a value last."""
     towards = direction(metric) if mode is None else mode
     if towards not in ("min", "max"):
         raise TuneError(f"mode is {mode!r}, and {metric!r} does not say which way is better; use 'min' or 'max'")
@@ -77,14 +77,14 @@ def best_first(results: Iterable[Any], metric: str, mode: str | None = None) -> 
 
     def key(row: dict[str, Any]) -> tuple[bool, float]:
         value = row["value"]
-        known = isinstance(value, int | float) and not math.isnan(value)
-        return not known, (-value if towards == "max" else value) if known else 0.0
+        has_value = isinstance(value, int | float) and not math.isnan(value)
+        return not has_value, (-value if towards == "max" else value) if has_value else 0.0
 
     return sorted(rows, key=key)
 
 
 class _Pack:
-    """The configurations of one trial of Ray's, as jobs that train together."""
+    """The configurations of one Ray trial, as jobs that train together."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Pack:
         self.metric, self._report, self._better = metric, report, max if mode == "max" else min
         self.rows: list[dict[str, Any]] = []
         self._jobs: dict[str, Job] = {}
-        self._epochs: dict[str, int] = {}  # of those that train
+        self._epochs: dict[str, int] = {}  # only jobs that still train
         self._reported = 0
         for number, config in enumerate(configs):
             row = {"config": config, "value": math.nan, "epochs": 0, "status": "failed", "error": None}
@@ -126,7 +126,7 @@ class _Pack:
         self._report(self._now(last) | {"results": json.dumps(finite(self.rows)), "best_config": finite(config)})
 
     def after_epoch(self, view: MemberView) -> None:
-        """Follow a member; where all have ended an epoch, report it."""
+        """Record a member's epoch, and report it once all members have ended it."""
         row = self._rows[view.name]
         row["epochs"] = view.epoch
         if self.metric in view.metrics:
@@ -147,10 +147,10 @@ class _Pack:
 
 
 def _configurations(config: dict[str, Any]) -> list[Configuration]:
-    given = config.get("pack")
-    if not isinstance(given, list | tuple) or not given or not all(isinstance(each, Mapping) for each in given):
+    configs = config.get("pack")
+    if not isinstance(configs, list | tuple) or not configs or not all(isinstance(each, Mapping) for each in configs):
         raise TuneError(
             'the trial has no configurations under "pack"; set '
             'param_space={"pack": ray.tune.grid_search(packs(configs, size=32))}'
         )
-    return [dict(each) for each in given]
+    return [dict(each) for each in configs]

@@ -44,7 +44,7 @@ SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "none": NoScheduler,
 }
 WITHOUT_ETA = ("pbt", "none")
-"""Those of them that keep no share of the trials."""
+"""The schedulers that do not use `eta`."""
 
 
 def tune(
@@ -76,21 +76,21 @@ def tune(
     """Search for the best settings, with all trials of the search in one run on one device.
 
     Args:
-        make_job: From a trial's settings, a dict, to its shoal.Job, without epochs. One that raises costs that trial
-            alone. Without `space` it is given a trial, and suggests its settings itself: `trial.suggest_float(...)`.
-        space: Names, and what their values are drawn from: `{"lr": ("log", 1e-5, 1e-1), "width": [64, 128]}`.
-        metric: What is compared: "loss", "val_loss", a name in the jobs' `metrics` or in a step's logs. Several of
+        make_job: Returns the shoal.Job of a trial's settings, a dict, without epochs. If it raises, only that trial
+            fails. Without `space` it gets a trial and suggests its settings itself: `trial.suggest_float(...)`.
+        space: Names, and the distributions of their values: `{"lr": ("log", 1e-5, 1e-1), "width": [64, 128]}`.
+        metric: The metric to compare: "loss", "val_loss", a name in the jobs' `metrics` or in a step's logs. Several of
             them, as a list, with scheduler="none": the study then has `best_trials`.
-        mode: Which way is better, "min" or "max", for each metric; None: as the metric's name says.
-        max_epochs: The longest that a trial trains.
+        mode: Whether to minimise or maximise, "min" or "max", for each metric; None: derived from the metric's name.
+        max_epochs: The longest that a trial trains, in epochs.
         eta: A rung keeps one in eta; 3 by default. A scheduler that is given as an object has its own.
-        scheduler: Which trials continue: "hyperband", "successive-halving", "asha", "pbt", "none", or an object such as
-            shoal.tune.ASHA(parallel=64).
-        sampler: Where settings come from: "random", "grid", a name or an object of Optuna's samplers.
+        scheduler: Decides which trials continue: "hyperband", "successive-halving", "asha", "pbt", "none", or an object
+            such as shoal.tune.ASHA(parallel=64).
+        sampler: Provides the settings: "random", "grid", a name or an object of Optuna's samplers.
         num_trials: How many settings are tried; Hyperband's number follows from max_epochs and eta.
-        seed: Of the sampler and the scheduler; jobs have their own seeds.
+        seed: The seed of the sampler and the scheduler; jobs have their own seeds.
         storage: An Optuna storage to write the study to, such as "sqlite:///study.db".
-        study_name: The study's name there.
+        study_name: The study's name in the storage.
 
     `device`, `out`, `progress`, `memory`, `threads`, `compile`, `checkpoint_every`, `deterministic`, `policy`,
     `callbacks` and `events` are those of `shoal.train`. With `out`, the same call again resumes a study that was
@@ -104,23 +104,23 @@ def tune(
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
-    question = _question(
+    spec = _make_spec(
         make_job, None if space is None else parse(space), metric, mode, max_epochs, make_scheduler(scheduler, eta),
         sampler, num_trials, seed,
     )  # fmt: skip
-    if out is not None and question.space is not None:
-        question.space.check_storable()
+    if out is not None and spec.space is not None:
+        spec.space.check_storable()
     journal = Journal(None if out is None else Path(out))
-    trials, written = journal.open(_described(question, sampler))
+    trials, written = journal.open(_described(spec, sampler))
     try:
-        mirror = _mirror(storage, study_name, question, None if out is None else written["run"])
+        mirror = _mirror(storage, study_name, spec, None if out is None else written["run"])
         search = TrialSearch(
-            question.jobs, question.goal, question.scheduler, question.sampler, question.objectives.names, journal,
+            spec.jobs, spec.goal, spec.scheduler, spec.sampler, spec.objectives.names, journal,
             mirror, trials,
         )  # fmt: skip
         if mirror is not None:
             for previous in mirror.previous():
-                question.sampler.tell(previous)
+                spec.sampler.tell(previous)
             mirror.attach(trials)
         try:
             results = _run(search, settings, journal.folder, progress, callbacks, events)
@@ -130,10 +130,10 @@ def tune(
     finally:
         journal.close()
     study = Study(
-        objectives=question.objectives, max_epochs=max_epochs, scheduler=question.scheduler.name,
-        trials=search.trials, brackets=question.scheduler.brackets(question.goal), results=results,
+        objectives=spec.objectives, max_epochs=max_epochs, scheduler=spec.scheduler.name,
+        trials=search.trials, brackets=spec.scheduler.brackets(spec.goal), results=results,
         seconds=time.perf_counter() - start, name="" if storage is None else study_name, folder=journal.folder,
-        space=None if question.space is None else question.space.to_json(),
+        space=None if spec.space is None else spec.space.to_json(),
     )  # fmt: skip
     if out is not None:
         study.report(Path(out) / "report.html")
@@ -141,8 +141,8 @@ def tune(
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """What a search is after, checked: everything but how it is run and where it is stored."""
+class _SearchSpec:
+    """A search as it was asked for, checked: everything but how it runs and where it is stored."""
 
     objectives: Objectives
     space: Space | None
@@ -152,7 +152,7 @@ class _Question:
     jobs: Jobs
 
 
-def _question(
+def _make_spec(
     make_job: Callable[[Any], Job],
     space: Space | None,
     metric: Any,
@@ -162,32 +162,32 @@ def _question(
     sampler: Any,
     num_trials: int | None,
     seed: int,
-) -> _Question:
-    """Check what was asked for, and make its parts; TuneError or JobError where it can't be done."""
+) -> _SearchSpec:
+    """Check what was asked for, and make its parts. Raises a TuneError or JobError if it is not possible."""
     objectives = make_objectives(metric, mode, lambda name: check_metric(make_job, space, name, max_epochs, seed))
     check_rank(objectives, scheduler)
     first = objectives.modes[0]
-    source = make_sampler(sampler, space, mode=objectives.modes if objectives.several else first, seed=seed)
-    count = _num_trials(num_trials, source.limit, scheduler)
+    made_sampler = make_sampler(sampler, space, mode=objectives.modes if objectives.several else first, seed=seed)
+    count = _num_trials(num_trials, made_sampler.limit, scheduler)
     goal = Goal(max_epochs=max_epochs, mode=first, num_trials=count, seed=seed, space=space)
     scheduler.check(goal)
     if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
         line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; "
         warnings.warn(ShoalWarning(line + "use more epochs, or scheduler='none' with num_trials"), stacklevel=3)
-    jobs = Jobs(make_job, space, source, objectives.names, max_epochs)
+    jobs = Jobs(make_job, space, made_sampler, objectives.names, max_epochs)
     if isinstance(scheduler, PBT):
         goal = _with_changeable(goal, scheduler, jobs)
-    return _Question(objectives, space, scheduler, source, goal, jobs)
+    return _SearchSpec(objectives, space, scheduler, made_sampler, goal, jobs)
 
 
-def _described(question: _Question, sampler: Any) -> dict[str, Any]:
-    """What a folder remembers of a search: a call that differs in it is another search."""
-    goal = question.goal
+def _described(spec: _SearchSpec, sampler: Any) -> dict[str, Any]:
+    """Return what a folder stores of a search: a call that differs in it is another search."""
+    goal = spec.goal
     return {
-        **question.objectives.described, "max_epochs": goal.max_epochs, "num_trials": goal.num_trials,
-        "seed": goal.seed, "scheduler": repr(question.scheduler),
+        **spec.objectives.described, "max_epochs": goal.max_epochs, "num_trials": goal.num_trials,
+        "seed": goal.seed, "scheduler": repr(spec.scheduler),
         "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
-        "space": None if question.space is None else question.space.to_json(), "run": uuid.uuid4().hex[:12],
+        "space": None if spec.space is None else spec.space.to_json(), "run": uuid.uuid4().hex[:12],
     }  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def _run(
     callbacks: Sequence[Callback] | None,
     events: Listener | None,
 ) -> Results:
-    """Train the trials; with `progress`, the brackets are printed before."""
+    """Train the trials; with `progress`, print the brackets first."""
     brackets = search.scheduler.brackets(search.goal)
     if progress and brackets:
         say(f"{search.scheduler.name}, {sum(bracket.size for bracket in brackets)} trials\n{table(brackets)}")
@@ -215,12 +215,12 @@ def _run(
 
 
 def arguments() -> list[str]:
-    """What `tune` takes by name."""
+    """Return the names of the keyword arguments of `tune`."""
     return [name for name in inspect.signature(tune).parameters if name not in ("make_job", "space")]
 
 
 def make_scheduler(scheduler: Any, eta: int | None) -> Scheduler:
-    """The scheduler of this name, or the one that was given; `eta`: None where nothing is said of it."""
+    """Return the scheduler of this name, or the given object. `eta` is None if it was not given."""
     if isinstance(scheduler, str):
         if scheduler not in SCHEDULERS:
             raise TuneError(f"scheduler is {scheduler!r}; use one of {', '.join(map(repr, SCHEDULERS))}")
@@ -236,12 +236,13 @@ def make_scheduler(scheduler: Any, eta: int | None) -> Scheduler:
         raise TuneError(
             f"eta is {eta!r}, and the scheduler is an object, which has its own; say shoal.tune.{kind}(eta=...)"
         )
-    made: Scheduler = scheduler
-    return made
+    result: Scheduler = scheduler
+    return result
 
 
 def _with_changeable(goal: Goal, scheduler: PBT, jobs: Jobs) -> Goal:
-    """The goal, with the settings that population-based training may change. TuneError where there is none."""
+    """Return the goal with the settings that population-based training may change. Raises a TuneError if there is
+    none."""
     changeable = jobs.changeable(goal.seed)
     goal = replace(goal, changeable=changeable)
     fixed = [name for name in scheduler.mutate or () if name not in changeable]
@@ -258,24 +259,24 @@ def _with_changeable(goal: Goal, scheduler: PBT, jobs: Jobs) -> Goal:
     return goal
 
 
-def _num_trials(asked: int | None, limit: int | None, scheduler: Scheduler) -> int | None:
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise TuneError(f"num_trials is {asked!r}; use a whole number, 1 or more")
-    if asked is not None and isinstance(scheduler, Hyperband):
+def _num_trials(requested: int | None, limit: int | None, scheduler: Scheduler) -> int | None:
+    if requested is not None and (isinstance(requested, bool) or not isinstance(requested, int) or requested < 1):
+        raise TuneError(f"num_trials is {requested!r}; use a whole number, 1 or more")
+    if requested is not None and isinstance(scheduler, Hyperband):
         raise TuneError(
             "num_trials is set, but Hyperband's number of trials follows from max_epochs and eta; "
             "leave it out, or use scheduler='asha' or 'successive-halving'"
         )
-    if asked is not None and limit is not None and asked > limit:
-        raise TuneError(f"num_trials is {asked}, and the sampler has {limit} configurations; use at most {limit}")
-    return limit if asked is None else asked
+    if requested is not None and limit is not None and requested > limit:
+        raise TuneError(f"num_trials is {requested}, and the sampler has {limit} configurations; use at most {limit}")
+    return limit if requested is None else requested
 
 
-def _mirror(storage: Any, name: str, question: _Question, run: str | None) -> Any:
-    """The Optuna storage that the study is written to; None where there is none."""
+def _mirror(storage: Any, name: str, spec: _SearchSpec, run: str | None) -> Any:
+    """Return the Optuna storage to which the study is written; None if there is none."""
     if storage is None:
         return None
     from shoal.tune.optuna_storage import OptunaStorage
 
-    modes, metric = question.objectives.modes, ", ".join(question.objectives.names)
-    return OptunaStorage(storage, name, mode=modes, metric=metric, space=question.space, run=run)
+    modes, metric = spec.objectives.modes, ", ".join(spec.objectives.names)
+    return OptunaStorage(storage, name, mode=modes, metric=metric, space=spec.space, run=run)

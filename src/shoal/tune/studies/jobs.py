@@ -1,4 +1,4 @@
-"""The jobs of trials: what the user's make_job returns, checked and made as long as the study is."""
+"""The jobs of trials: what the user's make_job returns, checked and set to the study's length."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.tune.space import Space
 from shoal.tune.trial import Trial
 
 TRIES = 5
-"""Pairs of configurations in which a setting is compared with another value of it."""
+"""Pairs of configurations in which two values of a setting are compared."""
 
 
 class Jobs:
-    """Makes the job of a trial by the user's function, with settings of the sampler."""
+    """Makes the job of a trial with the user's function and the sampler's settings."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class Jobs:
         metrics: Sequence[str],
         max_epochs: int,
     ) -> None:
-        """`space`: None where make_job is given a trial and suggests its settings itself."""
+        """Check the arguments. `space` is None if make_job is given a trial and suggests its settings itself."""
         if not callable(make_job):
             raise TuneError(f"make_job is {make_job!r}; pass a function of the settings that returns a shoal.Job")
         self._make_job, self._space, self._sampler = make_job, space, sampler
         self._metrics, self._max_epochs = metrics, max_epochs
 
     def draw(self, trial: Trial) -> Callable[[], Job]:
-        """Draw the settings of a new trial; what is returned makes its job, and raises what make_job raises."""
+        """Draw the settings of a new trial. The returned function makes its job, and raises what make_job raises."""
         if self._space is not None:
             trial.params = self._sampler.ask(trial.number)
             return lambda: self.make(trial)
@@ -46,7 +46,7 @@ class Jobs:
         return lambda: self._suggest(trial, suggestions)
 
     def make(self, trial: Trial) -> Job:
-        """The job of a trial with the settings that it has; raises what make_job raises."""
+        """Make the job of a trial with its current settings. Raises what make_job raises."""
         if self._space is not None:
             return self._checked(trial, dict(trial.settings))
         suggestions = DrawnSuggestions(trial.number, fixed=trial.settings)
@@ -55,7 +55,7 @@ class Jobs:
         return job
 
     def changeable(self, seed: int) -> tuple[str, ...]:
-        """The settings that are the optimizer's alone, so that a network under way can be given another value."""
+        """Return the settings that only affect the optimizer, so that they can be changed while a network trains."""
         assert self._space is not None
         names = []
         for name in self._space:
@@ -63,9 +63,11 @@ class Jobs:
                 params, others = self._space.sample(seed, number), self._space.sample(seed, number + 1)
                 if params[name] == others[name]:
                     continue
-                with suppress(Exception):  # a configuration that make_job refuses
+                with suppress(Exception):  # make_job may refuse a configuration
                     first, second = (self._make(given) for given in (params, {**params, name: others[name]}))
-                    if _optimizer_settings(first) != _optimizer_settings(second) and _rest(first) == _rest(second):
+                    if _optimizer_settings(first) != _optimizer_settings(second) and _other_settings(
+                        first
+                    ) == _other_settings(second):
                         names.append(name)
                     break
         return tuple(names)
@@ -104,22 +106,22 @@ class Jobs:
         if known is not None and missing:
             raise TuneError(f"metric is {missing[0]!r}, which {trial.name} does not have; it has {', '.join(known)}")
         params = trial.params or dict(given.params)
-        noted = {name: _plain(value) for name, value in params.items() if name not in job.hparams}
-        return dataclasses.replace(job, name=trial.name, config={**noted, **job.config})
+        extra_config = {name: _plain(value) for name, value in params.items() if name not in job.hparams}
+        return dataclasses.replace(job, name=trial.name, config={**extra_config, **job.config})
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a job's `config` takes it."""
+    """Convert a setting to a value that a job's `config` accepts."""
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def known_metrics(job: Job) -> list[str] | None:
-    """What a job can be compared by; None where its step's logs decide that."""
+    """Return the metrics by which a job can be compared; None if its step's logs decide that."""
     return None if job.step is not None else ["loss", *(["val_loss", *job.metrics] if job.val is not None else [])]
 
 
 def check_metric(make_job: Any, space: Space | None, metric: str, max_epochs: Any, seed: int) -> None:
-    """TuneError where the job of a first trial has no such metric; nothing where that can't be known yet."""
+    """Raise a TuneError if the job of a first trial has no such metric. Does nothing if that is not known yet."""
     try:
         jobs = Jobs(make_job, space, RandomSampler(space, seed), (metric,), max_epochs)
         jobs.draw(Trial(0, {}))()
@@ -133,21 +135,22 @@ def _optimizer_settings(job: Job) -> Any:
     return dict(job.hparams), job.clip_norm
 
 
-def _rest(job: Job) -> dict[str, Any]:
-    """A job's other settings that can be compared: numbers and words."""
+def _other_settings(job: Job) -> dict[str, Any]:
+    """Return a job's other settings that can be compared: numbers and strings."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     kinds = int | float | str | type | EMA | SWA | None
     plain = {name: value for name, value in fields.items() if isinstance(value, kinds)}
     return {name: value for name, value in plain.items() if name != "clip_norm"}
 
 
-def _check_ranges(trial: Trial, now: dict[str, Any]) -> None:
-    """OutError where make_job suggests a trial's settings from something else than before: they would be mixed."""
-    before = trial.attrs.get("space", {})
-    now = json.loads(json.dumps(now))
-    for name in [*before, *now]:
-        if before.get(name) != now.get(name):
-            old, new = (json.dumps(space[name]) if name in space else "nothing" for space in (before, now))
+def _check_ranges(trial: Trial, current: dict[str, Any]) -> None:
+    """Raise an OutError if make_job suggests a trial's settings from other ranges than before, since both would be
+    mixed."""
+    previous = trial.attrs.get("space", {})
+    current = json.loads(json.dumps(current))
+    for name in [*previous, *current]:
+        if previous.get(name) != current.get(name):
+            old, new = (json.dumps(space[name]) if name in space else "nothing" for space in (previous, current))
             raise OutError(
                 f"{trial.name} was begun with {name} suggested from {old}, and now make_job suggests it from {new}; "
                 "put that back, or use another folder"
@@ -155,6 +158,6 @@ def _check_ranges(trial: Trial, now: dict[str, Any]) -> None:
 
 
 def space_of(suggestions: Any) -> dict[str, Any]:
-    """What a make_job suggested, as JSON can hold it."""
-    known = suggestions.distributions.items()
-    return {name: (each if hasattr(each, "to_json") else from_optuna(each)).to_json() for name, each in known}
+    """Return what a make_job suggested, in the short form for JSON."""
+    suggested = suggestions.distributions.items()
+    return {name: (each if hasattr(each, "to_json") else from_optuna(each)).to_json() for name, each in suggested}

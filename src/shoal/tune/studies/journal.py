@@ -24,12 +24,12 @@ from shoal.tune.trial import Trial
 from shoal.utils.numpy_values import finite
 
 VERSION = 1
-"""Of the format."""
+"""The version of the format."""
 PLAIN = ("params", "state", "bracket", "rung", "error", "attrs")
 
 
 class Journal:
-    """The trials of a study as they are written down; without a folder nothing is."""
+    """The record of a study's trials; without a folder nothing is written."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -37,20 +37,20 @@ class Journal:
         self._written: dict[int, dict[str, Any]] = {}
 
     def open(self, settings: Mapping[str, Any]) -> tuple[list[Trial], dict[str, Any]]:
-        """The trials that the folder holds, and the settings as they were written down first.
+        """Return the trials that the folder contains, and the settings as they were first written.
 
-        OutError where it holds another study, or files that are none; where another process uses it.
+        Raises an OutError if it contains another study or other files, or if another process uses it.
         """
         if self.folder is None:
             return [], dict(settings)
         self._lock = Lock(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            held = {entry.name for entry in self.folder.iterdir()}
-            if not held <= {"lock", ".study.json.tmp"} and "study.json" not in held:
+            entries = {entry.name for entry in self.folder.iterdir()}
+            if not entries <= {"lock", ".study.json.tmp"} and "study.json" not in entries:
                 raise OutError(f"out={str(self.folder)!r} has files in it that are no study; use a new or empty folder")
             self._lock.acquire()
-            known = self._settings(settings)
+            stored_settings = self._settings(settings)
             trials = self._read()
             self._file = (self.folder / "trials.jsonl").open("ab", buffering=0)
         except OSError as error:
@@ -61,36 +61,37 @@ class Journal:
         except BaseException:
             self._lock.release()
             raise
-        return trials, known
+        return trials, stored_settings
 
     def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the stored settings, or store these if the folder is new."""
         assert self.folder is not None
         path = self.folder / "study.json"
-        asked: dict[str, Any] = json.loads(json.dumps(finite(dict(settings))))
+        requested: dict[str, Any] = json.loads(json.dumps(finite(dict(settings))))
         if not path.exists():
-            atomic.write_sealed(path, {"version": VERSION, "settings": asked})
-            return asked
+            atomic.write_sealed(path, {"version": VERSION, "settings": requested})
+            return requested
         content = atomic.read_sealed(path)
-        held: dict[str, Any] = content["settings"]
-        for name in asked:
-            if name != "run" and held.get(name) != asked[name]:
+        stored: dict[str, Any] = content["settings"]
+        for name in requested:
+            if name != "run" and stored.get(name) != requested[name]:
                 raise OutError(
-                    f"out={str(self.folder)!r} holds another study: {name} was {held.get(name)!r} and is "
-                    f"{asked[name]!r}; use another folder, or remove this one"
+                    f"out={str(self.folder)!r} holds another study: {name} was {stored.get(name)!r} and is "
+                    f"{requested[name]!r}; use another folder, or remove this one"
                 )
-        return held
+        return stored
 
     def _read(self) -> list[Trial]:
-        """The trials, in the order of their numbers; a line that was cut short is removed."""
+        """Read the trials, in order of their numbers; an incomplete last line is removed."""
         assert self.folder is not None
         path = self.folder / "trials.jsonl"
         data = path.read_bytes() if path.exists() else b""
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        complete_bytes = data.rfind(b"\n") + 1
+        if complete_bytes < len(data):
             with path.open("r+b") as file:
-                file.truncate(whole)
+                file.truncate(complete_bytes)
         trials: dict[int, Trial] = {}
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        for number, line in enumerate(data[:complete_bytes].splitlines(), 1):
             try:
                 for change in json.loads(line):
                     _change(trials, change)
@@ -102,14 +103,15 @@ class Journal:
         return [trials[number] for number in sorted(trials)]
 
     def write(self, trials: Iterable[Trial]) -> None:
-        """Add a line with what is new of these trials; it is there when this returns, also after a kill."""
+        """Append a line with what is new of these trials. It is on disk when this returns, even if the process is
+        killed."""
         if self._file is None:
             return
         changes, durable = [], False
         for trial in trials:
-            content, before = _content(trial), self._written.get(trial.number, {})
-            change = {name: value for name, value in content.items() if before.get(name, None) != value}
-            values = {epoch: v for epoch, v in content["values"].items() if epoch not in before.get("values", {})}
+            content, previous = _content(trial), self._written.get(trial.number, {})
+            change = {name: value for name, value in content.items() if previous.get(name, None) != value}
+            values = {epoch: v for epoch, v in content["values"].items() if epoch not in previous.get("values", {})}
             change.pop("values", None)
             if change or values:
                 durable = durable or bool(change)
@@ -130,7 +132,7 @@ class Journal:
             ) from None
 
     def close(self) -> None:
-        """Let another process use the folder."""
+        """Release the folder for other processes."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -140,12 +142,13 @@ class Journal:
 
 
 def _content(trial: Trial) -> dict[str, Any]:
-    """A trial as the journal has it; infinities and NaN as Python's JSON writes and reads them."""
+    """Return a trial as the journal stores it; infinities and NaN as Python's JSON writes and reads them."""
     plain = {name: json.loads(json.dumps(getattr(trial, name), default=finite)) for name in PLAIN}
     return {**plain, "values": {str(epoch): finite(value) for epoch, value in trial.values.items()}}
 
 
 def _change(trials: dict[int, Trial], change: dict[str, Any]) -> None:
+    """Apply a change of the journal to the trials."""
     number = int(change["number"])
     trial = trials.setdefault(number, Trial(number, {}))
     for name in PLAIN:

@@ -1,4 +1,4 @@
-"""A study while it runs: a table of brackets and survivors in a terminal or notebook, plain lines elsewhere."""
+"""The progress of a study: a table of brackets and survivors in a terminal or notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HEAD = ("bracket", "rung", "training", "arrived", "stopped", "best")
 
 
 class StudyView(View):
-    """A study, shown from its trials as they are whenever it is drawn."""
+    """A view of a study, computed from its trials whenever it is drawn."""
 
     def __init__(self, trials: Sequence[Trial], brackets: Sequence[Bracket], metric: str, mode: Mode) -> None:
         self.trials, self.metric, self.mode = trials, metric, mode
         self._brackets = {bracket.number: bracket for bracket in brackets}
 
     def best(self) -> str:
-        """The best so far, in words."""
+        """Describe the best trial so far."""
         best = best_trial(self.trials, self.mode)
         if best is None:
             return f"no {self.metric} yet"
@@ -32,12 +32,12 @@ class StudyView(View):
         return f"best {self.metric} {best.value:.4g} of {best.name} after {best.epochs} epochs ({settings})"
 
     def rows(self) -> list[list[str]]:
-        """A row for each bracket: the rung that it trains up to, and what its trials do."""
+        """Return a row for each bracket: the rung that it trains up to, and the states of its trials."""
         cells = []
         for number in dict.fromkeys(trial.bracket for trial in self.trials):
-            here = [trial for trial in self.trials if trial.bracket == number]
-            alive = [trial for trial in here if not trial.ended]
-            best = best_first(here, max((t.epochs for t in here), default=0), self.mode)
+            in_bracket = [trial for trial in self.trials if trial.bracket == number]
+            alive = [trial for trial in in_bracket if not trial.ended]
+            best = best_first(in_bracket, max((t.epochs for t in in_bracket), default=0), self.mode)
             top = next((t.value for t in best if t.state != "failed" and not math.isnan(t.value)), math.nan)
             cells.append(
                 [
@@ -45,7 +45,7 @@ class StudyView(View):
                     self._rung(number, alive),
                     str(sum(trial.state in TRAINING for trial in alive)),
                     str(sum(trial.state == "paused" for trial in alive)),
-                    str(sum(trial.state in ("pruned", "failed") for trial in here)),
+                    str(sum(trial.state in ("pruned", "failed") for trial in in_bracket)),
                     "-" if math.isnan(top) else f"{top:.4g}",
                 ]
             )
@@ -60,7 +60,7 @@ class StudyView(View):
         return f"{rung}: {bracket.rungs[rung].trials} to {bracket.rungs[rung].epochs}"
 
     def line(self, tally: Tally) -> str:
-        """All of it in a line."""
+        """Describe the study in one line."""
         ended = sum(trial.ended for trial in self.trials)
         training = sum(trial.state in TRAINING for trial in self.trials)
         return ", ".join(
@@ -68,7 +68,7 @@ class StudyView(View):
         )
 
     def picture(self, tally: Tally) -> Any:
-        """All of it for a terminal: the brackets, the best so far, the speed."""
+        """Return the view for a terminal: the brackets, the best trial so far, and the speed."""
         from rich.text import Text
 
         text = Text(f"study, after {duration(tally.clock() - tally.began)}\n", no_wrap=True, overflow="ellipsis")

@@ -1,7 +1,8 @@
-"""A study's part in its run: makes the trials' jobs, follows their values, and carries out what the scheduler decides.
+"""The part of a study in its run: it makes the trials' jobs, follows their values, and carries out the scheduler's
+decisions.
 
-The run asks after each of its rounds, in its own thread, so that what is decided depends on values alone. Everything is
-written to the journal before the run acts on it.
+The run calls it after each round, in its own thread, so that decisions depend on values alone. Everything is written to
+the journal before the run acts on it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.tune.optuna_storage import OptunaStorage
 
 ENDS: dict[str, State] = {"done": "complete", "stopped": "complete", "diverged": "failed", "failed": "failed"}
-"""What a member's end is to its trial, where the scheduler did not end it."""
+"""The trial's state for each status of its member, if the scheduler did not end it."""
 
 
 class TrialSearch:
@@ -49,38 +50,44 @@ class TrialSearch:
         mirror: OptunaStorage | None = None,
         trials: Sequence[Trial] = (),
     ) -> None:
-        """`metrics`: trials are compared by the first of them. `mirror`: where all that happens is written too.
-        `trials`: those of the study that is resumed."""
+        """Create the search.
+
+        Args:
+            metrics: Trials are compared by the first of them.
+            mirror: A storage of Optuna to which everything is written too.
+            trials: Those of the study that is resumed.
+        """
         self.jobs, self.goal, self.scheduler, self.sampler = jobs, goal, scheduler, sampler
         self.metric, self._metrics = metrics[0], tuple(metrics)
         self.trials = list(trials)
         self._journal, self._mirror = journal, mirror
         self._members: dict[int, Member] = {}
-        """By a trial's number; those whose job could not be made have none."""
+        """Members by their trial's number. Trials whose job could not be made have none."""
         self._rows: dict[int, int] = {}
-        """By a trial's number: the rows of its member's history that were seen."""
+        """By a trial's number, how many rows of its member's history were processed."""
         self._pool: Pool | None = None
         self._begun = False
 
     @property
     def changed(self) -> set[str]:
-        """Names of jobs that do not have the settings any more that they began with."""
+        """Names of jobs whose settings have changed since they began."""
         return {trial.name for trial in self.trials if "params" in trial.attrs}
 
     @property
     def shareable(self) -> bool:
-        """Whether trials may train in other processes; population-based training copies states of running ones."""
+        """Whether trials may train in other processes. Population-based training copies states of running ones, so it
+        may not."""
         return not isinstance(self.scheduler, PBT)
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
     def prepare(self, device: torch.device) -> list[Member]:
-        """The members of all trials that were begun, and of those that begin now."""
+        """Return the members of all trials of a resumed study, and of the trials that begin now."""
         self._pool = Pool(device)
         for trial in self.trials:
             self.sampler.tell(trial)
         resumed = [trial for trial in self.trials if "no_job" not in trial.attrs]
-        members = prepare([self._again(trial) for trial in resumed], device, self._pool) if resumed else []
+        members = prepare([self._remake_job(trial) for trial in resumed], device, self._pool) if resumed else []
         self._members = {trial.number: member for trial, member in zip(resumed, members, strict=True)}
         begun = len(self.trials)
         while starts := [a for a in self.scheduler.decide(self.goal, self.trials) if isinstance(a, Start)]:
@@ -91,8 +98,8 @@ class TrialSearch:
         self._announce(self.trials[begun:])
         return members
 
-    def _again(self, trial: Trial) -> Job:
-        """The job of a trial that was begun before."""
+    def _remake_job(self, trial: Trial) -> Job:
+        """Make the job of a trial that began before."""
         try:
             return self.jobs.make(trial)
         except OutError:
@@ -103,7 +110,7 @@ class TrialSearch:
             ) from error
 
     def _start(self, starts: Sequence[Start], index: int, device: torch.device) -> list[Member]:
-        """Make new trials, and members for those that a job can be made for; `index`: of the first one."""
+        """Create new trials, and members for those whose job can be made. `index` is the first member's index."""
         jobs: dict[int, Job] = {}
         for start in starts:
             trial = Trial(len(self.trials), {}, bracket=start.bracket)
@@ -112,17 +119,17 @@ class TrialSearch:
             try:
                 jobs[trial.number] = draw()
             except TuneError:
-                raise  # it would be the same for every trial
+                raise  # the same for every trial
             except Exception as error:
                 _no_job(trial, f"make_job raised {describe(error)}" if not isinstance(error, JobError) else str(error))
         members = self._built(jobs, device)
-        for place, (number, member) in enumerate(members.items()):
-            member.index, member.pause_at = index + place, self._until(self.trials[number])
+        for i, (number, member) in enumerate(members.items()):
+            member.index, member.pause_at = index + i, self._until(self.trials[number])
         self._members |= members
         return list(members.values())
 
     def _announce(self, begun: Sequence[Trial]) -> None:
-        """Write down trials that have begun, before the run has their jobs."""
+        """Write trials that have begun to the journal, before the run gets their jobs."""
         self._journal.write(begun)
         for trial in begun:
             if self._mirror is not None:
@@ -131,7 +138,7 @@ class TrialSearch:
                 self._finish(trial)
 
     def _built(self, jobs: dict[int, Job], device: torch.device) -> dict[int, Member]:
-        """Members for these jobs; where some have mistakes, for the others."""
+        """Build members for these jobs; if some have mistakes, for the others."""
         if not jobs:
             return {}
         try:
@@ -149,14 +156,14 @@ class TrialSearch:
         return self._built(good, device)
 
     def _until(self, trial: Trial) -> int | None:
-        """Where it pauses; None: it trains to its end."""
+        """Return the epoch at which a trial pauses; None: it trains to its end."""
         until = self.scheduler.until(self.goal, trial)
         return None if until >= self.goal.max_epochs else until
 
     # --- during the run -------------------------------------------------------------------------------------------
 
     def look(self, run: Run) -> None:
-        """See what the trials have reached, and do what the scheduler decides."""
+        """Read what the trials have reached, and do what the scheduler decides."""
         first, self._begun = not self._begun, True
         if first:
             self._resume(run)
@@ -169,18 +176,21 @@ class TrialSearch:
                 self._carry_out(run, actions)
 
     def _resume(self, run: Run) -> None:
-        """After members were restored: each gets its next pause, also one whose trial has ended: what it had become may
-        not have been saved, and then it trains the last of it again."""
+        """Set the next pause of each restored member.
+
+        This includes members whose trial has ended, since their last state may not have been saved; they then train the
+        last part again.
+        """
         for trial in self.trials:
             member = self._members.get(trial.number)
             if member is None or member.status != "running" or trial.state == "complete":
                 continue
             rungs = [dataclasses.replace(trial, rung=rung) for rung in range(trial.rung)]
-            member.paused_at = frozenset(self.scheduler.until(self.goal, at) for at in rungs)
+            member.paused_at = frozenset(self.scheduler.until(self.goal, at_rung) for at_rung in rungs)
             member.pause_at = self._until(trial)
 
     def _follow(self) -> list[Trial]:
-        """Take in new values and new states; the trials that have any."""
+        """Read new values and states, and return the trials that have any."""
         changed: dict[int, Trial] = {}
         for number, member in self._members.items():
             trial = self.trials[number]
@@ -205,7 +215,7 @@ class TrialSearch:
         return list(changed.values())
 
     def _take_in(self, trial: Trial, member: Member, row: dict[str, float]) -> bool:
-        """Note a row of a member's history; whether it holds something new."""
+        """Record a row of a member's history, and return whether it has a new value."""
         epoch = int(row["epoch"])
         missing = [name for name in self._metrics if name not in row]
         if missing:
@@ -221,7 +231,7 @@ class TrialSearch:
         return True
 
     def _note_objectives(self, trial: Trial, member: Member) -> None:
-        """Note the values of all metrics, of the weights that a trial keeps."""
+        """Record the values of all metrics, for the weights that a trial keeps."""
         epoch = trial.epochs if trial.kept_epoch is None else trial.kept_epoch
         row = next((row for row in member.history if row["epoch"] == epoch), {})
         trial.attrs["objectives"] = [float(row.get(name, math.nan)) for name in self._metrics]
@@ -241,10 +251,10 @@ class TrialSearch:
     # --- decisions ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, run: Run, actions: Sequence[Action]) -> None:
-        """Note all of a decision in the journal as one line, and do it."""
+        """Write a decision to the journal as one line, and carry it out."""
         exploits = [action for action in actions if isinstance(action, Exploit)]
         copies = self._copies(run, exploits)
-        touched = [self.trials[action.number] for action in actions if not isinstance(action, Start)]
+        decided = [self.trials[action.number] for action in actions if not isinstance(action, Start)]
         for action in actions:
             if isinstance(action, Start):
                 continue
@@ -255,7 +265,7 @@ class TrialSearch:
             if isinstance(action, Exploit):
                 _note_mutation(trial, self.trials[action.source], action.params)
             trial.rung, trial.state = trial.rung + 1, "running"
-        self._journal.write(touched)
+        self._journal.write(decided)
         for member in copies:
             run.replace(member)
         self._end(run, [self.trials[action.number] for action in actions if isinstance(action, Stop)])
@@ -278,15 +288,16 @@ class TrialSearch:
             self._finish(trial)
 
     def _copies(self, run: Run, exploits: Sequence[Exploit]) -> list[Member]:
-        """Members with others' states and new settings, saved: the journal may then say so."""
+        """Return members with other members' states and new settings. They are saved first, since the journal will
+        refer to them."""
         copies = []
         for action in exploits:
             trial, source = self.trials[action.number], self._members[action.source]
             job = self.jobs.make(dataclasses.replace(trial, attrs={**trial.attrs, "params": action.params}))
             changes = {"hparams": job.hparams, "clip_norm": job.clip_norm}
-            before = self._members[action.number]
-            member = clone_of(run, source, trial.name, changes, instead=before)
-            member.seconds = before.seconds
+            replaced = self._members[action.number]
+            member = clone_of(run, source, trial.name, changes, instead=replaced)
+            member.seconds = replaced.seconds
             copies.append(member)
         if run.folder is not None:
             for member in copies:
@@ -302,7 +313,7 @@ def _no_job(trial: Trial, error: str) -> None:
 
 
 def _note_mutation(trial: Trial, source: Trial, params: dict[str, Any]) -> None:
-    """Write down whose state and which settings a trial got."""
+    """Record whose state and which settings a trial got."""
     changed = {name: [trial.settings.get(name), value] for name, value in params.items()}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     history = [*trial.attrs.get("mutations", []), {"epoch": trial.epochs, "from": source.number, "changed": changed}]

@@ -1,4 +1,4 @@
-"""What comes out of a search: the trials, and the best one with its network."""
+"""The result of a search: the trials, and the best one with its network."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from shoal.utils.numpy_values import finite
 from shoal.utils.tables import render
 
 SHOWN_ERRORS = 3
-"""Failed trials that a table lists."""
+"""The most failed trials that a table lists."""
 RANGES = ("uniform", "log", "int", "log-int")
-"""Short forms of numbers in a range."""
+"""Short forms of ranges of numbers."""
 
 
 def best_trial(trials: Sequence[Trial], mode: Mode) -> Trial | None:
-    """The trial whose weights have the best value (see `Trial.value`); of equals, the one that trained longer."""
-    known = [trial for trial in trials if trial.state != "failed" and not math.isnan(trial.value)]
+    """Return the trial whose weights have the best value (see `Trial.value`); among equals, the one that trained
+    longer."""
+    valued = [trial for trial in trials if trial.state != "failed" and not math.isnan(trial.value)]
     sign = -1 if mode == "max" else 1
-    return min(known, key=lambda t: (sign * t.value, -t.epochs, t.number), default=None)
+    return min(valued, key=lambda t: (sign * t.value, -t.epochs, t.number), default=None)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -40,36 +41,37 @@ class Study:
     """A search that has ended."""
 
     objectives: Objectives
-    """The metrics, and which way each is better."""
+    """The metrics, and for each whether it is minimised or maximised."""
     max_epochs: int
     scheduler: str
     trials: list[Trial]
     brackets: list[Bracket]
-    """What was planned; empty where the scheduler has no plan beforehand."""
+    """The planned brackets; empty if the scheduler has no plan beforehand."""
     results: Results
-    """Of the trials that a job could be made for, in their order."""
+    """The results of the trials whose job could be made, in their order."""
     seconds: float = 0.0
-    """From the call to the end; of a resumed study, since it was resumed."""
+    """Seconds from the call to the end; for a resumed study, since it was resumed."""
     name: str = ""
-    """In its storage."""
+    """The study's name in its storage."""
     folder: Path | None = None
-    """Where it was written to."""
+    """The folder of the study, if any."""
     space: Mapping[str, Any] | None = None
-    """What settings were drawn from, in the short form; None where make_job suggests them."""
+    """The distributions of the settings, in the short form; None if make_job suggests them."""
 
     @property
     def metric(self) -> str:
-        """What is compared; of several metrics, the first."""
+        """The metric by which trials are compared; of several metrics, the first."""
         return self.objectives.names[0]
 
     @property
     def mode(self) -> Mode:
-        """Which way the metric is better."""
+        """Whether the metric is minimised or maximised."""
         return self.objectives.modes[0]
 
     @property
     def best_trials(self) -> list[Trial]:
-        """The trials to which no other is better in one metric and as good in the others; of one metric, the best."""
+        """The trials that no other trial dominates (better in one metric, and at least as good in the others); with one
+        metric, the best."""
         if self.objectives.several:
             return pareto_front(self.trials, self.objectives.modes)
         best = best_trial(self.trials, self.mode)
@@ -95,7 +97,7 @@ class Study:
 
     @property
     def best_value(self) -> float:
-        """The metric of the best trial's weights: at its last epoch, or at its best one where jobs have keep="best"."""
+        """The metric of the best trial's weights: at its last epoch, or at its best one if jobs have keep="best"."""
         return self.best.value
 
     @property
@@ -110,25 +112,26 @@ class Study:
 
     @property
     def epochs(self) -> int:
-        """Epochs that all trials trained together."""
+        """Epochs that all trials trained in total."""
         return sum(len(result.history) for result in self.results)
 
     def result(self, trial: Trial) -> Result:
-        """What came of a trial's job."""
+        """Return the result of a trial's job."""
         for result in self.results:
             if result.name == trial.name:
                 return result
         raise TuneError(f"{trial.name} has no result: {trial.error}")
 
     def weights_file(self, trial: Trial) -> Path | None:
-        """The file with a trial's weights, its model's `state_dict()`; None where there is none, as without `out`."""
-        places = [place for place, result in enumerate(self.results) if result.name == trial.name]
-        if self.folder is None or not places:
+        """Return the file with a trial's weights, its model's `state_dict()`; None if there is none, as without
+        `out`."""
+        indices = [i for i, result in enumerate(self.results) if result.name == trial.name]
+        if self.folder is None or not indices:
             return None
-        return next((self.folder / "run" / "weights").glob(f"{places[0]:04d}.*"), None)
+        return next((self.folder / "run" / "weights").glob(f"{indices[0]:04d}.*"), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the weights, as plain data."""
+        """Return everything but the weights, as plain data."""
         best = self.best_trials
         return {
             **self.objectives.described,
@@ -146,7 +149,7 @@ class Study:
         }
 
     def to_dataframe(self) -> Any:
-        """The trials as a pandas DataFrame, a row each; settings are columns named `params_...`."""
+        """Return the trials as a pandas DataFrame, one row each; settings are columns named `params_...`."""
         try:
             import pandas
         except ImportError:
@@ -190,32 +193,35 @@ class Study:
         return Path(path)
 
     def _logarithmic(self) -> dict[str, bool]:
-        """For each setting that is a number in a range: whether the range is logarithmic."""
+        """Return for each setting with a range whether the range is logarithmic."""
         spaces = [trial.attrs.get("space", {}) for trial in self.trials] if self.space is None else [self.space]
-        words = {
-            name: next(iter(form), "") for space in spaces for name, form in space.items() if isinstance(form, dict)
+        forms = {
+            name: next(iter(short_form), "")
+            for space in spaces
+            for name, short_form in space.items()
+            if isinstance(short_form, dict)
         }
-        return {name: word.startswith("log") for name, word in words.items() if word in RANGES}
+        return {name: scale.startswith("log") for name, scale in forms.items() if scale in RANGES}
 
     def table(self, most: int = 10) -> str:
-        """The best trials as text, the best ones first, how many ended how, and why some failed."""
+        """Format the best trials as text, the best first, with how many ended how, and why some failed."""
         sign = -1 if self.mode == "max" else 1
-        known = [trial for trial in self.trials if not math.isnan(trial.value)]
+        valued = [trial for trial in self.trials if not math.isnan(trial.value)]
         front = {trial.number for trial in self.best_trials}
-        known.sort(key=lambda t: (t.state == "failed", t.number not in front, sign * t.value, -t.epochs, t.number))
-        names = list(dict.fromkeys(name for trial in known for name in trial.settings))
+        valued.sort(key=lambda t: (t.state == "failed", t.number not in front, sign * t.value, -t.epochs, t.number))
+        names = list(dict.fromkeys(name for trial in valued for name in trial.settings))
         head = ["trial", "state", "bracket", "epochs", *self.objectives.names, *names]
         rows = [
             [str(t.number), t.state, str(t.bracket), str(t.epochs), *(f"{value:.4g}" for value in values_of(t))]
             + [_short(t.settings.get(name)) for name in names]
-            for t in known[:most]
+            for t in valued[:most]
         ]
         counts = Counter(trial.state for trial in self.trials)
-        said = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        state_counts = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         lines = [render(head, rows, left=(0, 1))]
-        if len(known) > most:
-            lines.append(f"and {len(known) - most} more: study.trials")
-        lines.append(f"{len(self.trials)} trials: {said}")
+        if len(valued) > most:
+            lines.append(f"and {len(valued) - most} more: study.trials")
+        lines.append(f"{len(self.trials)} trials: {state_counts}")
         failed = [trial for trial in self.trials if trial.error]
         lines += [f"{t.name}: {t.error} ({_listed(t.settings)})" for t in failed[:SHOWN_ERRORS]]
         if len(failed) > SHOWN_ERRORS:
@@ -224,13 +230,13 @@ class Study:
 
     def __repr__(self) -> str:
         best = self.best_trials
-        said = f", best {self.metric} {best[0].value:.4g} of {best[0].name}" if best else ""
-        said = f", {len(best)} that no other beats" if self.objectives.several else said
-        return f"Study({len(self.trials)} trials{said})"
+        summary = f", best {self.metric} {best[0].value:.4g} of {best[0].name}" if best else ""
+        summary = f", {len(best)} that no other beats" if self.objectives.several else summary
+        return f"Study({len(self.trials)} trials{summary})"
 
 
 def trial_to_dict(trial: Trial) -> dict[str, Any]:
-    """A trial as plain data for JSON."""
+    """Return a trial as plain data for JSON."""
     return {
         "number": trial.number,
         "params": finite(trial.settings),

@@ -115,11 +115,11 @@ def _batch(member: Member, recipe: Recipe) -> list[Tensor]:
     return leaves
 
 
-def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> None:
+def undraw(unit: StackedUnit, states_before: Sequence[Tensor], rows: Sequence[int]) -> None:
     """Undo these rows' random draws for the last batch.
 
     Args:
-        before: The generators' states when the turn began.
+        states_before: The generators' states when the turn began.
     """
     if not rows or not unit._drawn:
         return
@@ -128,7 +128,7 @@ def undraw(unit: StackedUnit, before: Sequence[Tensor], rows: Sequence[int]) -> 
         return
     generators = [unit._generators[row] for row in rows]
     for row, generator in zip(rows, generators, strict=True):
-        generator.set_state(before[row])
+        generator.set_state(states_before[row])
     for draws in unit._drawn[:-1]:
         draw_members(draws, generators, unit.stack.device)
 

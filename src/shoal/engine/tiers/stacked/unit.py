@@ -85,7 +85,7 @@ class StackedUnit(Unit):
     def run(self, batches: int) -> None:
         same_rows = self._by_rows(batches)
         if len(same_rows) > 1:
-            self._run_apart(same_rows, batches)
+            self._run_groups(same_rows, batches)
             return
         self.stack.optimizer.look_ahead(self.members[0].steps_in(batches))
         feed = Feed(self.members, self.stack.rows, batches, self._streams)
@@ -100,7 +100,7 @@ class StackedUnit(Unit):
                     break
         except Exception as error:
             undraw(self, rng_states, range(len(rng_states)) if self._noise is not None else ())
-            self._stop()
+            self._end_turn()
             if context_lost(error) or out_of_memory(error):
                 raise
             if isinstance(error, ReadError):  # all members need this batch
@@ -108,18 +108,18 @@ class StackedUnit(Unit):
                 return
             raise Alone(culprits(self, error)) from error
         except BaseException:
-            self._stop()
+            self._end_turn()
             raise
         undraw(self, rng_states, list(self._repeating))
-        self._stop()
+        self._end_turn()
         feed.finish()
         if self._repeating:
             raise Alone(dict.fromkeys(self._repeating, "a check in its step failed, or its loss is not finite"))
 
-    def _stop(self) -> None:
+    def _end_turn(self) -> None:
         """End the turn: record rates and losses in the members."""
         self.stack.optimizer.note_rates()
-        self._note()
+        self._append_losses()
 
     def begin_reading(self) -> None:
         if self.members[0].batched:
@@ -138,7 +138,7 @@ class StackedUnit(Unit):
             by_rows.setdefault(member.rows_in(batches), []).append(slot)
         return list(by_rows.values())
 
-    def _run_apart(self, groups: list[list[int]], batches: int) -> None:
+    def _run_groups(self, groups: list[list[int]], batches: int) -> None:
         """Run members whose batches have the same shape together, one group after another."""
         alone: dict[int, str] = {}
         for slots in groups:
@@ -159,7 +159,7 @@ class StackedUnit(Unit):
         self.stack.take(slots, part.stack)
         self._all_active = bool(self.stack.active.all())
 
-    def _note(self) -> None:
+    def _append_losses(self) -> None:
         """Append the losses and logs since the last call to the members'."""
         done = len(self._losses)
         if not done:
@@ -241,7 +241,7 @@ class StackedUnit(Unit):
             with autocast(self.members[0].job.precision, stack.device):
                 (losses, logs), after = program(stack.state, batch, self._noise.__getitem__)
             total = losses.sum()
-            noted_losses, active = self._look(losses.detach(), total)
+            noted_losses, active = self._check_losses(losses.detach(), total)
             grads = self._backward(losses, total, group, first)
             if last:
                 stack.reserve()
@@ -253,7 +253,7 @@ class StackedUnit(Unit):
         self._noise = None
         for member in self.members:
             member.batches += 1
-        ok = self._leave(active)
+        ok = self._stop_rows(active)
         self._losses.append(noted_losses)
         self._logs.append(logs)
         self._grads = grads
@@ -268,10 +268,10 @@ class StackedUnit(Unit):
                 # some weights were updated and others not, so no member can continue
                 self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
             self._grads = []
-            self._undo(stack.optimizer.failures(), buffers_before)
+            self._restore_failed(stack.optimizer.failures(), buffers_before)
             stack.optimizer.step_schedules()
 
-    def _undo(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
+    def _restore_failed(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
         """Restore the buffers from before the batch for members whose optimizer raised."""
         self._optimizer_errors = failed
         rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
@@ -287,7 +287,7 @@ class StackedUnit(Unit):
         seeds, batches = [m.job.seed for m in members], [m.batches for m in members]
         return draw_step(program.draws, generators, seeds, batches, self.stack.device)
 
-    def _look(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _check_losses(self, losses: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the losses to record, and which rows still train; None: all, as before."""
         if self._all_active and math.isfinite(total.item()):  # a sum is finite only if all its terms are
             return losses, None
@@ -295,7 +295,7 @@ class StackedUnit(Unit):
         active = self.stack.active & fine
         return torch.where(active, losses, torch.where(fine, float("nan"), losses)), active
 
-    def _leave(self, active: Tensor | None) -> Tensor | None:
+    def _stop_rows(self, active: Tensor | None) -> Tensor | None:
         """Stop rows whose loss is not finite, and return the rows that still train; None: all."""
         if active is not None:
             self.stack.active.copy_(active)
@@ -356,7 +356,7 @@ class StackedUnit(Unit):
         program = self._evaluation("forward", tuple(inputs), lambda job: Evaluation.forward(job.precision))
         if program is None:
             return super().outputs(inputs, slots)
-        return pytree.tree_map_only(Tensor, self._chosen(slots), self._evaluate(program, inputs, []))
+        return pytree.tree_map_only(Tensor, self._row_picker(slots), self._evaluate(program, inputs, []))
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:
         with_outputs = any(member.job.metrics for member in self.members)
@@ -364,13 +364,13 @@ class StackedUnit(Unit):
         if program is None:
             return None
         (losses, logs), outputs = self._evaluate(program, batch, slots)
-        chosen, rows = self._chosen(slots), len(self.stack.rows)
+        chosen, rows = self._row_picker(slots), len(self.stack.rows)
         columns = {name: chosen(as_column(value, rows)) for name, value in logs.items()}
         return Findings(
             chosen(losses), columns, pytree.tree_map_only(Tensor, chosen, outputs) if with_outputs else None
         )
 
-    def _chosen(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
+    def _row_picker(self, slots: list[int] | None) -> Callable[[Tensor], Tensor]:
         """Return a function that picks these members' rows of a stacked tensor."""
         chosen = list(range(len(self.members))) if slots is None else slots
         return lambda leaf: leaf.detach()[chosen] if len(chosen) < len(leaf) else leaf.detach()
