@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shoal
 from shoal import Job
 from shoal.errors import SplitError
 from shoal.models import CNN, ResNet18
@@ -208,6 +209,14 @@ def test_a_cut_that_cannot_be_says_why_in_one_line(make: Callable[[], nn.Module]
 
 def job_of(model: nn.Module, x: Tensor, y: Tensor) -> Job:
     return Job(model=model, data=(x, y), loss=F.cross_entropy, optimizer=torch.optim.Adam, epochs=1)
+
+
+def test_a_tensor_that_is_no_part_of_the_state_is_trained_around() -> None:
+    x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+    job = Job(model=Reshaping, data=(x, y), loss=F.cross_entropy, epochs=1, batch_size=8)
+    result = shoal.split.sil(job, ["c"])
+    assert result.status == "done"
+    assert list(result.model.state_dict()) == list(Reshaping().state_dict())
 
 
 def test_the_planner_balances_memory_and_operations() -> None:

@@ -75,7 +75,7 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
     """Return how many of torch's threads these members' steps should use, decided before they train: one, or `most`.
 
     Small networks gain nothing from several threads, and on a busy machine they lose a lot: threads wait for each other
-    at every operator. For large networks, a few steps of the largest are timed both ways, unless there is too little to train.
+    at every operator. For large networks, a few steps of the largest are timed both ways, unless the run is short.
     """
     if most == 1 or not members:
         return 1

@@ -187,10 +187,24 @@ def _piece(recorded: Parts, low: int, high: int, out: fx.Node | None, num_inputs
     recorded.copy(graph, low, high, known)
     if out is not None:
         graph.output(known[out])
-    network = recorded.module(graph, calls.model)
-    for name in calls.constants.keys() & network._buffers.keys():
-        network.__dict__[name] = network._buffers.pop(name)  # as in the user's network: no part of its state
-    return network
+    for node in graph.find_nodes(op="get_attr"):
+        if isinstance(tensor := calls.constants.get(str(node.target)), Tensor):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_function(_Constant(tensor)))
+            graph.erase_node(node)
+    return recorded.module(graph, calls.model)
+
+
+class _Constant:
+    """Gives a tensor that is neither a parameter nor a buffer of the user's network, and so no part of its state."""
+
+    __name__ = "constant"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
 
 
 def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
