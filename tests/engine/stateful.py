@@ -480,6 +480,14 @@ def lazy_network() -> nn.Module:
     return layers.double()
 
 
+def groups_by_ndim(model: nn.Module) -> list[dict[str, Any]]:
+    """Without weight decay on vectors; a lazy parameter is a vector until the first batch."""
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.3}]
+    groups.append({"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
+
+
 KINDS: dict[str, Callable[[], Changes]] = {
     "counter": lambda: {"model": lambda: Counting("counter")},
     "list": lambda: {"model": lambda: Counting("list")},
@@ -520,6 +528,7 @@ KINDS: dict[str, Callable[[], Changes]] = {
     "function of a scheduler, every epoch": lambda: {"schedule": counting_lambda, "schedule_every": "epoch"},
     "function of a scheduler in another": lambda: {"schedule": counting_scale},
     "lazy modules": lambda: {"model": lazy_network, "average": shoal.EMA(decay=0.9, use_buffers=True)},
+    "lazy modules, groups": lambda: {"model": lazy_network, "params": groups_by_ndim},
     "lazy modules, optimizer of its own": lambda: {"model": lazy_network, "optimizer": Slowing},
 }
 

@@ -71,7 +71,7 @@ def test_a_checkpoint_holds_all_that_training_changes(kind: str, tmp_path: Path)
 
 
 ONE_IN_A_PROCESS = ("global counter", "class attribute")
-LAZY = ("lazy modules", "lazy modules, optimizer of its own")
+LAZY = ("lazy modules", "lazy modules, groups", "lazy modules, optimizer of its own")
 """A clone of such a network has its weights, so it can be traced: it runs in another tier, with other rounding."""
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.data import Pool
 from shoal.engine.members.member import Member, open_data, seeded
+from shoal.engine.members.optimizers import note_lazy_groups
 from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, overlapping, spans
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
@@ -55,6 +56,7 @@ def build_network(job: Job, device: torch.device, private: bool = False) -> tupl
             raise JobError(
                 f"{name} has dtype {tensor.dtype}, for which torch has no operators; use torch.uint8 for bits"
             )
+    note_lazy_groups(job, model)
     return model, rng
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
@@ -20,12 +23,38 @@ from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 from shoal.utils.random_state import restored
 
+_lazy_groups: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""What `params` gave for networks with lazy modules, as they were built."""
+
+
+def note_lazy_groups(job: Job, model: nn.Module) -> None:
+    """Call `params` on a new network with lazy modules: once they have shapes, as after a resume, it may give others.
+
+    `p.ndim` of a parameter without a shape is 1, so that groups by `p.ndim` are others then.
+    """
+    if job.params is not None and any(map(is_lazy, model.parameters())):
+        with suppress(Exception), trying(job):  # what it raises is said when the optimizer is made
+            _lazy_groups[model] = _copied_groups(job.params(model))
+
+
+def _copied_groups(groups: Iterable[Any]) -> list[Any]:
+    """Parameter groups that an optimizer may write to, with the same parameters."""
+    return [_copied_group(group) if isinstance(group, dict) else group for group in groups]
+
+
+def _copied_group(group: dict[str, Any]) -> dict[str, Any]:
+    return group | {"params": group["params"] if isinstance(group["params"], Tensor) else list(group["params"])}
+
 
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """Create the job's optimizer for this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
     with hooks_set_once(model):
-        optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
+        if model in _lazy_groups:
+            params: Any = _copied_groups(_lazy_groups[model])
+        else:
+            params = model.parameters() if job.params is None else job.params(model)
+        optimizer = job.optimizer(params, **settings)
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
     if has_modes(optimizer):
