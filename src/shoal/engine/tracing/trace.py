@@ -283,7 +283,7 @@ def _refuse_buffers(recorded: Trace) -> None:
     taken: dict[Any, str] = {}
     for name, node in after.items():
         if name not in before or not isinstance(node, Node):
-            if taken.get(node, name) != name or name not in recorded.buffers:
+            if any(node is after.get(known) for known in before if known != name):
                 continue  # a second name of a buffer
             raise Untraceable(f"its forward makes or removes buffer {name}")
         was, now = before[name].meta["val"], node.meta["val"]
