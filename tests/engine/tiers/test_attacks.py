@@ -109,6 +109,32 @@ class LiveView(Net):
         return self.b(torch.tanh(self.a(x) + F.linear(x, self.view)))
 
 
+class NamedTwice(Net):
+    """Whole numbers that are a buffer and an attribute; with a step of its own they become others."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(6))
+        self.other, self.step = self.order, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.order.add_(self.step) if self.step else None
+        return super().forward(x[:, self.other % 6])
+
+
+class MakesBuffer(Net):
+    """A buffer that is made at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", torch.ones(6, dtype=x.dtype), persistent=False)
+        return super().forward(x + self.bias)
+
+
 class Slotted:
     __slots__ = ("count",)
 
@@ -286,6 +312,9 @@ CASES: dict[str, Case] = {
     "weights tied through .data": Case(lambda: jobs(tied_by_data), "same memory"),
     "a buffer that is a view of a weight": Case(lambda: jobs(lambda: LiveView(True)), "same memory"),
     "an attribute that is a view of a weight": Case(lambda: jobs(lambda: LiveView(False)), "another name of a.weight"),
+    "an attribute that is a buffer": Case(lambda: jobs(lambda: NamedTwice(0))),
+    "an attribute that is a buffer and changes": Case(lambda: jobs(lambda: NamedTwice(1)), "another name of order"),
+    "a buffer that the first call makes": Case(lambda: jobs(MakesBuffer), "makes or removes buffer bias"),
     "an iterator": Case(lambda: jobs(lambda: Stateful(iter(list(range(99))))), STATE),
     "itertools.count": Case(lambda: jobs(lambda: Stateful(itertools.count())), STATE),
     "a deque": Case(lambda: jobs(lambda: Stateful(Queue())), STATE),

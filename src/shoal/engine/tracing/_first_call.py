@@ -103,22 +103,21 @@ def _record_filled(
 
     filled = state()
     first = record(model)
-    if not filled.changes():
+    changes = filled.changes()
+    if not changes:
         return first
+    reason = _refusal(changes[0], filled)
     filled.restore()
+    filled = state()
     _run(run, model)
-    _refuse_changes(filled)
+    if filled.changes():
+        raise Untraceable(reason)
     record(model)
     filled = state()
     first = record(model)
-    _refuse_changes(filled)
+    if filled.changes():
+        raise Untraceable(reason)
     return first
-
-
-def _refuse_changes(state: PythonState) -> None:
-    changes = state.changes()
-    if changes:
-        raise Untraceable(_refusal(changes[0], state))
 
 
 def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -123,7 +123,7 @@ def trace(
     Raises:
         Untraceable: with the reason, when the graph would not be the whole truth.
     """
-    _refuse_at_sight(model)
+    aliases = _refuse_at_sight(model)
     pair = record_repeatable(
         lambda: _copy(model, evaluating),
         reached,
@@ -133,10 +133,12 @@ def trace(
     )
     first, again = pair.first, pair.again
     first.caches, first.left = pair.caches, pair.left
-    if not same_graph(first, again):
-        raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
     _refuse_in_graph(first)
     _refuse_buffers(first)
+    if not same_graph(first, again):
+        raise Untraceable("two runs of the same step do different things (python state or randomness outside torch)")
+    for name in aliases & _written_buffers(first):
+        raise Untraceable(f"an attribute is another name of {name}, which its forward writes to")
     return first
 
 
@@ -221,7 +223,8 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     return recorded
 
 
-def _refuse_at_sight(model: nn.Module) -> None:
+def _refuse_at_sight(model: nn.Module) -> set[str]:
+    """Refuse what a look at the model shows; buffers of whole numbers that have another name as an attribute."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
@@ -252,14 +255,17 @@ def _refuse_at_sight(model: nn.Module) -> None:
     for (_, end, name), (start, _, other) in pairwise(spans):
         if start < end:  # side by side in one storage is fine: on a GPU an LSTM keeps its weights so
             raise Untraceable(f"{other} and {name} are two names of the same memory")
+    aliases, whole = set[str](), {name for name, b in model.named_buffers() if not b.dtype.is_floating_point}
     for module in model.modules():
         attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
         for tensor in pytree.tree_leaves(attributes):
             if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
                 begin, past = _memory(tensor)
                 owner = next((name for start, end, name in spans if begin < end and start < past), None)
-                if owner is not None:
+                if owner is not None and owner not in whole:  # running averages are written to by batch_norm itself
                     raise Untraceable(f"an attribute is another name of {owner}")
+                aliases |= {owner} if owner is not None else set()
+    return aliases
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -280,7 +286,7 @@ def _refuse_buffers(recorded: Trace) -> None:
     taken: dict[Any, str] = {}
     for name, node in after.items():
         if name not in before or not isinstance(node, Node):
-            if taken.get(node, name) != name or name not in recorded.buffers:
+            if any(node is after.get(known) for known in before if known != name):
                 continue  # a second name of a buffer
             raise Untraceable(f"its forward makes or removes buffer {name}")
         was, now = before[name].meta["val"], node.meta["val"]
@@ -291,6 +297,16 @@ def _refuse_buffers(recorded: Trace) -> None:
             raise Untraceable(f"its forward makes buffer {name} another name of a tensor it keeps")
     if before.keys() - after.keys():
         raise Untraceable(f"its forward removes buffer {min(before.keys() - after.keys())}")
+
+
+def _written_buffers(recorded: Trace) -> set[str]:
+    """The buffers that the graph writes to, or puts others in place of."""
+    places = recorded.nodes[len(recorded.params) : len(recorded.params) + len(recorded.buffers)]
+    before = dict(zip(places, recorded.buffers, strict=True))
+    _, after = pytree.tree_unflatten(recorded.nodes[-1].args[0], recorded.out_spec)  # type: ignore[arg-type]
+    mutable = [node for node in recorded.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
+    roots = {origin(argument) for node in mutable for argument in node.all_input_nodes}
+    return {name for node, name in before.items() if node in roots or after.get(name) is not node}
 
 
 def origin(node: Node) -> Node:
