@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -364,9 +365,10 @@ def test_ist_reaches_ordinary_training_on_real_digits() -> None:
     order = torch.randperm(len(found.data), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(found.data, dtype=torch.float32)[order] / 16, torch.tensor(found.target)[order]
 
-    def job(rate: float, epochs: int) -> shoal.Job:
+    def job(rate: float, epochs: int, seed: int) -> shoal.Job:
         return make_job(
             lambda: mlp(64, 256, 256, 10, dtype=torch.float32),
+            seed=seed,
             data=(x[:1297], y[:1297]),
             val=(x[1297:], y[1297:]),
             metrics={"accuracy": accuracy},
@@ -376,9 +378,9 @@ def test_ist_reaches_ordinary_training_on_real_digits() -> None:
             val_every=epochs,
         )
 
-    ordinary = shoal.solo(job(0.1, 20)).last("accuracy")
-    result = shoal.split.ist(job(0.3, 60), 4, 50)
-    reached = result.last("accuracy")
-    assert ordinary is not None and reached is not None
+    results = [shoal.split.ist(job(0.3, 60, seed), 4, 50) for seed in range(3)]
+    reached = statistics.mean(result.value("accuracy") for result in results)  # of one seed: rounding alone moves it
+    ordinary = statistics.mean(shoal.solo(job(0.1, 20, seed)).value("accuracy") for seed in range(3))
     assert reached > ordinary - 0.02
-    assert max(result.split.peak_measured.values()) > 0 and math.isfinite(result.split.seconds_predicted)
+    report = results[0].split
+    assert max(report.peak_measured.values()) > 0 and math.isfinite(report.seconds_predicted)
