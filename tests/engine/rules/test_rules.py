@@ -78,6 +78,11 @@ def test_others(name: str, deterministic: bool) -> None:
     assert_stacks(function, tensors, kinds, shared=False, deterministic=deterministic)
 
 
+def test_targets_that_members_share_take_the_dtype_of_their_outputs() -> None:
+    assert_stacks(lambda w, x: x.type_as(w).sum(1, keepdim=True) * w, [W, X], "px")
+    assert_stacks(lambda w, x: x.long().type_as(w).mul_(w), [W, X], "px")
+
+
 REFUSED: dict[str, Callable[..., Any]] = {
     "as_strided_scatter": lambda w: torch.as_strided_scatter(w, w[0] * 2, (5,), (1,), 3),
     "as_strided of a transposed tensor": lambda w: w.t().as_strided((2, 2), (1, 2)),

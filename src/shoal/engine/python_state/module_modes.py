@@ -59,6 +59,8 @@ def change_by_eval(model: nn.Module) -> Path | None:
     values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     state = PythonState({"model": model}, skip=model)
     model.eval()
-    changed = [("model", f".{name}") for name, value in values.items() if not torch.equal(tensors[name], value)]
+    changed: list[Path] = [
+        ("model", f".{name}") for name, value in values.items() if not torch.equal(tensors[name], value)
+    ]
     changed += [path for path in state.changes() if path[-1] != ".training"]
     return changed[0] if changed else None

@@ -254,7 +254,9 @@ def same_shape(ctx: OpContext) -> Run:
 
 @rule(aten.type_as.default, steady=True)
 def type_as(ctx: OpContext) -> Run:
-    return _cast_like
+    if ctx.stacked(0):
+        return _cast_like
+    return lambda x, other: _cast_like(x, other).expand(len(other), *x.shape).clone()  # targets that members share
 
 
 @rule(aten.prelu.default, steady=in_full_precision)

@@ -62,7 +62,7 @@ class Constants(TorchFunctionMode):
         if func is Tensor.__getitem__:
             args = (args[0], self._as_indices(args[1]))
         elif func in _SELECT and len(args) == 2 and (mask := self._value(args[1])) is not None:
-            shape = torch.broadcast_shapes(args[0].shape, mask.shape)
+            shape = torch.broadcast_shapes(args[0].shape, mask.shape)  # type: ignore[no-untyped-call]
             return args[0].expand(shape)[_indices(mask, shape)]
         values = self._values(func, args, kwargs)
         if values is None:
