@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.engine.proof._observed import widened
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.unit import context_lost, out_of_memory
 from shoal.engine.tracing.patches import Untraceable
@@ -126,7 +127,11 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
 
 
-def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool], list[str]]) -> list[str]:
+Twin = Callable[[Trace, Callable[[], Trace]], Trace]
+"""The graph to compare in place of a recorded one, which the second argument records in float64."""
+
+
+def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool, Twin], list[str]]) -> list[str]:
     """Say for each of these members what differs; empty where nothing does.
 
     `code`: the users' functions that run. `run`: compares, in float64 if it is called with True, as it is where `wide`.
@@ -134,13 +139,27 @@ def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable
     caches = any(trace.caches for case in rows for trace in case.steps.values())
     try:
         with same_world(*code, caches=caches) as world:
-            try:
-                reasons = run(wide)
-            except NotInFloat64:
-                reasons = run(False)
+            reasons = (wide and _compare_in_float64(rows, run)) or run(False, lambda recorded, _: recorded)
         return [reason or world.reason for reason in reasons]
     except Exception as error:
         return [unchecked(error)] * len(rows)
+
+
+def _compare_in_float64(rows: Sequence[Case], run: Callable[[bool, Twin], list[str]]) -> list[str] | None:
+    """What differs in float64; None where the step does not run in it.
+
+    The recorded graph itself runs in float64, unless dtypes are in it. Where it then differs, numbers may be in it that
+    the code took from a dtype, such as an epsilon, so the step is recorded in float64.
+    """
+    twins = {trace: widened(trace) for case in rows for trace in case.steps.values()}
+    with suppress(NotInFloat64):
+        if None not in twins.values():
+            reasons = run(True, lambda recorded, _: twins[recorded] or recorded)
+            if not any(reasons):
+                return reasons
+    with suppress(NotInFloat64):
+        return run(True, _recorded_in_float64)
+    return None
 
 
 def unchecked(error: Exception) -> str:
@@ -155,9 +174,7 @@ def fresh_copy(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.clone, batch)
 
 
-def twin_of(recorded: Trace, wide: bool, record: Callable[[], Trace]) -> Trace:
-    if not wide:
-        return recorded
+def _recorded_in_float64(recorded: Trace, record: Callable[[], Trace]) -> Trace:
     try:
         trace = record()
     except Untraceable as refusal:

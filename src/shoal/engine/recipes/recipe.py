@@ -26,7 +26,6 @@ from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.tracing.derive import Known, derive, remember
 from shoal.engine.tracing.fingerprint import fingerprint, without_floats
-from shoal.engine.tracing.params_with_grad import used_params
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, skeleton
 from shoal.engine.tracing.trace import Call, Trace, same_graph, trace
@@ -85,6 +84,8 @@ class Proofs:
     """By kind: why it may not be stacked; empty where it may."""
     lifted: dict[Hashable, set[Path | int]] = field(default_factory=dict)
     """By graph: the numbers and constants that were proven with different values for different members."""
+    used: dict[tuple[Hashable, int], list[bool]] = field(default_factory=dict)
+    """By graph and rows in a batch: the parameters that got a gradient. A backward pass may come to one without."""
     steps: int = 0
     """Steps of users' own code that were run for it."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -150,8 +151,6 @@ class TraceCache:
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         """Objects whose ids are in the fingerprints."""
-        self._known: dict[_Code, Trace] = {}
-        """Code that was recorded already, and its first trace."""
         self._kinds: dict[Hashable, int] = {}
         """Code, whatever the floating-point numbers in it."""
         self._by_kind: dict[Hashable, Known] = {}
@@ -174,14 +173,8 @@ class TraceCache:
         """
         sizes = batch_sizes(member)[: 1 if brief else None]
         steps = {rows: self.step(member, rows, twice=not brief) for rows in sizes}
-        used: list[Sequence[bool]] = []
-        for graph in steps.values():
-            try:
-                used.append(used_params(graph))
-            except Exception as error:
-                raise Untraceable(f"its backward pass raises {describe(error)}") from error
         optimizer = plan_optimizer(member)
-        touched = [any(flags) for flags in zip(*used, strict=True)]
+        touched = [any(flags) for flags in zip(*(graph.used for graph in steps.values()), strict=True)]
         if optimizer.flags is not None and not optimizer.began_together(member, touched):
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
@@ -255,7 +248,6 @@ class TraceCache:
         """Python state that this model's step reads has changed: what was recorded of it holds no longer."""
         look = self._prints.pop(model, None)
         self._traces = {key: made for key, made in self._traces.items() if key[0][0] != look}
-        self._known = {code: made for code, made in self._known.items() if code[0] != look}
         self._by_kind.clear()
 
     def graph(
@@ -297,9 +289,6 @@ class TraceCache:
                 if derived is None:
                     remember(known, code, made)
                 made.kind = self._kinds.setdefault(kind, len(self._kinds))
-                first = self._known.setdefault(code, made)
-                if made is not first and made.like(first):
-                    made.first = first
             except Untraceable as refusal:
                 made = refusal
             self._traces[key] = _Record(made, watch, [*self._held.get(model, ()), *held])

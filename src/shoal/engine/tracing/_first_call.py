@@ -42,7 +42,7 @@ class Repeated:
 def record_repeatable(
     copy_model: Callable[[], nn.Module],
     reached: Any,
-    record: Callable[[nn.Module], Trace],
+    record: Callable[[nn.Module], tuple[Trace, Callable[[], bool]]],
     run: Callable[[nn.Module], Any],
     *,
     twice: bool,
@@ -52,9 +52,9 @@ def record_repeatable(
     Args:
         copy_model: A fresh copy of the model.
         reached: What Python the step may reach besides the model; it is put back as it was.
-        record: Records the step of a copy.
+        record: Records the step of a copy; the function that it gives too says whether it does the same once more.
         run: Runs the step of a copy for real.
-        twice: Whether to record it a second time; otherwise the first record is given twice.
+        twice: Whether to run it a second time; otherwise the first record is given twice.
 
     Raises:
         Untraceable: when there is no such state, or it cannot be come by.
@@ -66,7 +66,7 @@ def record_repeatable(
         if not state.complete:
             raise Untraceable("its step reaches more Python objects than can be watched")
         try:
-            first = record(model)
+            first, repeats = record(model)
             changes = state.changes()
             if changes:
                 cold, reason = first, _refusal(changes[0], state)
@@ -80,14 +80,14 @@ def record_repeatable(
                     raise Untraceable(f"{reason}; its first call raises {describe(error)}") from error
                 left = {k: v for k, v in _plain_attributes(model).items() if k not in before or _is_new(v, before[k])}
                 filled = PythonState({"step": reached, "model": model}, skip=model)
-                first = record(model)
+                first, _ = record(model)
                 changes = filled.changes()
                 if changes:
                     raise Untraceable(_refusal(changes[0], filled))
                 if _without_constants(first) != _without_constants(cold):
                     raise Untraceable(reason)
                 return Repeated(first, first, caches=True, left=left)
-            return Repeated(first, record(model) if twice else first)
+            return Repeated(first, first if not twice or repeats() else record(model)[0])
         finally:
             state.forget_cached_calls()
 

@@ -84,12 +84,8 @@ def _with_numbers(trace: Trace, values: dict[Path, float]) -> Trace:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         for path in by_node.get(index, ()):
             _put(copies[node], path, values[path])
-    made = Trace(
-        trace.module, trace.params, trace.buffers, trace.trainable, trace.batch_spec, trace.out_spec, trace.precision
-    )
-    made.nodes = list(graph.nodes)
-    made.first, made.skeleton, made.checked = trace, skeleton(trace), trace.checked
-    made.numbers = numbers(trace) | values
+    made = trace.with_nodes(list(graph.nodes))
+    made.skeleton, made.numbers = skeleton(trace), numbers(trace) | values
     return made
 
 
