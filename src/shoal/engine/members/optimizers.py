@@ -21,7 +21,7 @@ from shoal.jobs.job import Job
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """The job's own optimizer on this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
-    with hooks_set_once(model):
+    with hooks_set_once(model) if _of_users(job.params, job.optimizer) else nullcontext():
         optimizer = job.optimizer(job.params(model) if job.params is not None else model.parameters(), **settings)
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
@@ -39,8 +39,12 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
     if step:
         factory = None if isinstance(job.model, nn.Module) else job.model
         roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
-    users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
-    return preserved(roots) if users else nullcontext()
+    return preserved(roots) if _of_users(*roots.values()) else nullcontext()
+
+
+def _of_users(*code: Any) -> bool:
+    """Whether some of this is not torch's own."""
+    return any(not str(getattr(item, "__module__", "torch.")).startswith("torch.") for item in code)
 
 
 def _own_copy(value: Tensor) -> Tensor:
