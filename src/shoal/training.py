@@ -134,7 +134,8 @@ def carry_out(
     chosen = settings.threads is None and not settings.deterministic and settings.device.type == "cpu"
     most_threads = torch.get_num_threads() if chosen else 0
     flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
-    with collected() as times, training_mode(), flags, _folder(out, guarded) as folder:
+    quiet = garbage_collection.frozen()  # from one part of the set-up to the next, and until units are built
+    with collected() as times, training_mode(), flags, _folder(out, guarded) as folder, quiet:
         with timed("jobs"), garbage_collection.frozen():
             place = torch.device("cpu") if guarded else settings.device
             members = prepare(jobs, place) if search is None else search.prepare(place)

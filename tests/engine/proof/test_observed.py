@@ -1,35 +1,84 @@
-"""What a step gives is compared with what its graph gives, whatever the dtypes of a network's buffers."""
+"""The check in float64: by the graph that will train, or by one that is recorded in float64 where dtypes are in it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.engine.equality import assert_as_alone, numbers
 from torch import Tensor, nn
 
 import shoal
+from shoal.engine.proof._observed import widened
+from shoal.engine.tracing import trace as tracing
 
-X, Y = numbers(1, 20, 6), numbers(2, 20, 2)
-
-
-class Masked(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 2, dtype=torch.float64)
-        self.register_buffer("mask", (torch.arange(6) % 2).to(dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = self.get_buffer("mask")
-        out: Tensor = self.layer(x * (mask.real if mask.is_complex() else mask))
-        return out
+X, Y = torch.randn(12, 3), torch.randn(12, 2)
+Step = Callable[[Any, Any], Tensor]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.complex128])
-def test_a_buffer_of_any_dtype_can_be_checked(dtype: torch.dtype) -> None:
-    assert_as_alone(
-        [
-            shoal.Job(model=lambda: Masked(dtype), data=(X, Y), val=(X, Y), loss=F.mse_loss, epochs=2, seed=seed)
-            for seed in range(2)
-        ]
-    )
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
+
+
+def plain(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def makes_a_tensor(model: Any, batch: Any) -> Tensor:
+    return plain(model, batch) + torch.full((), 0.1).sqrt()
+
+
+def asks_for_a_dtype(model: Any, batch: Any) -> Tensor:
+    return plain(model, batch) + model[0].weight.to(torch.float32).sum().to(batch[0].dtype)
+
+
+def from_whole_numbers(model: Any, batch: Any) -> Tensor:
+    return plain(model, batch) * (batch[1] > 0).sum().div(3)
+
+
+def takes_an_epsilon(model: Any, batch: Any) -> Tensor:
+    """In float64 it is another number, though no dtype is in the graph."""
+    return plain(model, batch) + model[0].weight.abs().clamp(min=1e5 * torch.finfo(batch[0].dtype).eps).log().mean()
+
+
+def traced(step: Step) -> tracing.Trace:
+    return tracing.trace(network(), lambda model, batch: (step(model, batch), {}), (X, Y))
+
+
+def test_values_of_a_wider_graph() -> None:
+    narrow = traced(plain)
+    wide = widened(narrow)
+    assert wide is not None and wide.like(narrow) and wide.used == narrow.used
+    for node, other in zip(wide.nodes, narrow.nodes, strict=True):
+        value, before = node.meta["val"], other.meta.get("val")
+        if isinstance(value, Tensor):
+            assert (value.shape, value.stride(), value.device) == (before.shape, before.stride(), before.device)
+            assert value.dtype == (torch.float64 if before.is_floating_point() else before.dtype)
+
+
+@pytest.mark.parametrize("step", [makes_a_tensor, asks_for_a_dtype, from_whole_numbers])
+def test_a_graph_with_dtypes_of_its_own_is_not_widened(step: Step) -> None:
+    assert widened(traced(step)) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "records"),
+    [(plain, 1), (makes_a_tensor, 2), (asks_for_a_dtype, 2), (from_whole_numbers, 2), (takes_an_epsilon, 2)],
+)
+def test_a_step_is_recorded_in_float64_where_it_must_be(
+    step: Step, records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    record = tracing._record
+    monkeypatch.setattr(tracing, "_record", lambda *args: (made.append(args), record(*args))[1])
+    monkeypatch.setenv("SHOAL_PACK", "always")
+    fields: dict[str, Any] = {"model": network, "data": (X, Y), "step": step, "batch_size": 6, "epochs": 1}
+    fields |= {"optimizer": torch.optim.SGD, "hparams": {"lr": 0.1}}
+    jobs = [shoal.Job(**fields, seed=seed) for seed in range(2)]
+    results = shoal.train(jobs, device="cpu", threads=1)
+    assert {result.tier for result in results} == {"stacked"}
+    assert len(made) == records
+    for job, result in zip(jobs, results, strict=True):
+        torch.testing.assert_close(result.model.state_dict(), shoal.solo(job).model.state_dict())

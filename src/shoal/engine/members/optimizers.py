@@ -49,7 +49,7 @@ def _copied_group(group: dict[str, Any]) -> dict[str, Any]:
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """Create the job's optimizer for this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
-    with hooks_set_once(model):
+    with hooks_set_once(model) if _of_users(job.params, job.optimizer) else nullcontext():
         if model in _lazy_groups:
             params: Any = _copied_groups(_lazy_groups[model])
         else:
@@ -87,8 +87,12 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
     if step:
         factory = None if isinstance(job.model, nn.Module) else job.model
         roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
-    users = [root for root in roots.values() if not str(getattr(root, "__module__", "torch.")).startswith("torch.")]
-    return preserved(roots) if users else nullcontext()
+    return preserved(roots) if _of_users(*roots.values()) else nullcontext()
+
+
+def _of_users(*code: Any) -> bool:
+    """Whether some of this is not torch's own."""
+    return any(not str(getattr(item, "__module__", "torch.")).startswith("torch.") for item in code)
 
 
 def _own_copy(value: Tensor) -> Tensor:

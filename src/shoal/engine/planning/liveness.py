@@ -28,7 +28,6 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack.fused_update import FusedAdam
 from shoal.engine.stack.stack import Stack
 from shoal.engine.stack.stacked_optimizer import StackedOptimizer
-from shoal.engine.tracing.params_with_grad import used_params
 from shoal.engine.tracing.trace import Trace, autocast
 
 
@@ -177,7 +176,7 @@ def optimizer_bytes(recipe: Recipe) -> int:
     plan, params = recipe.optimizer, list(recipe.member.model.parameters())
     if plan.flags is None:
         return 2 * sum(nbytes(p) for p in params if p.requires_grad)
-    used = used_params(next(iter(recipe.steps.values())))
+    used = next(iter(recipe.steps.values())).used
     total = 0
     for positions, flags in zip(plan.groups, plan.flags, strict=True):
         rule = rule_for(plan.kind, flags)

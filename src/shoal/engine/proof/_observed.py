@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from shoal.engine.tracing.trace import Trace
@@ -59,7 +61,8 @@ def _difference(expected: Observed, seen: Observed, rounded: Observed | None = N
         if flag != seen.trainable[name]:
             return f"it switches requires_grad of {name}"
     for sort, values in expected.values.items():
-        largest = max((_size(value) for value in values.values() if value is not None), default=0.0)
+        sizes = {name: _size(value) for name, value in values.items() if value is not None}
+        largest = max(sizes.values(), default=0.0)
         for name, value in values.items():
             what = f"{sort} {name}".strip()
             if name not in seen.values.get(sort, {}):
@@ -73,11 +76,11 @@ def _difference(expected: Observed, seen: Observed, rounded: Observed | None = N
             if value.shape != other.shape:
                 return f"the {what} has shape {list(value.shape)}, and {list(other.shape)} by its graph"
             slack = 0.0 if rounded is None else ROUNDING * _apart(value, rounded.values[sort].get(name))
-            slack = max(slack, ROUNDING * eps * _size(value))
-            allowed = max(TOLERANCE * max(_size(value), SHARE * largest), slack)
+            slack = max(slack, ROUNDING * eps * sizes[name])
+            allowed = max(TOLERANCE * max(sizes[name], SHARE * largest), slack)
             gap = _apart(value, other)
             if not gap <= allowed:
-                return f"the {what} differs by {gap:.1e}, of {_size(value):.1e}"
+                return f"the {what} differs by {gap:.1e}, of {sizes[name]:.1e}"
     if expected.stream is not None and seen.stream is not None and not torch.equal(expected.stream, seen.stream):
         return "it draws other random numbers than its graph"
     return ""
@@ -87,6 +90,9 @@ def _size(value: Tensor) -> float:
     if not value.numel():
         return 0.0
     numbers = value.detach() if value.is_complex() else value.detach().double()  # there is no abs() of bool
+    size = float(numbers.abs().max())
+    if math.isfinite(size):
+        return size
     return float(torch.nan_to_num(numbers.abs(), nan=0.0, posinf=0.0, neginf=0.0).max())
 
 
@@ -98,6 +104,9 @@ def _apart(a: Tensor, b: Tensor | None) -> float:
         return 0.0
     kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     x, y = a.detach().to(kind), b.detach().to(kind).to(a.device)
+    largest = float((x - y).abs().max())
+    if math.isfinite(largest):
+        return largest
     same = (x == y) | (torch.isnan(x) & torch.isnan(y))
     gap = torch.where(same, torch.zeros((), dtype=torch.float64, device=x.device), (x - y).abs())
     return float(torch.nan_to_num(gap, nan=float("inf"), posinf=float("inf")).max())
@@ -119,6 +128,39 @@ def widen_leaves(batch: Any) -> Any:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE else tensor
+
+
+def widened(trace: Trace) -> Trace | None:
+    """Return the same graph on float64 tensors; None if the dtype of some value does not follow that of the inputs."""
+    graph, copies, metas = Graph(), dict[Node, Node](), dict[Any, Tensor]()
+
+    def wide_meta(value: Tensor) -> Tensor:
+        if value.dtype not in _WIDE:
+            return value
+        key = (value.shape, value.stride(), value.dtype)
+        if key not in metas:
+            with value.fake_mode:  # type: ignore[attr-defined]
+                metas[key] = torch.empty_strided(*key[:2], dtype=_WIDE[value.dtype], device=value.device)
+        return metas[key]
+
+    for node in trace.nodes:
+        if node.op not in ("placeholder", "output") and not _follows_inputs(node):
+            return None
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {"val": pytree.tree_map_only(Tensor, wide_meta, node.meta.get("val"))}
+    return trace.with_nodes(list(graph.nodes))
+
+
+def _follows_inputs(node: Node) -> bool:
+    """Return whether the dtype of a node's value follows from floating-point inputs, and no argument names a dtype."""
+    if any(isinstance(leaf, torch.dtype) for leaf in pytree.tree_leaves((node.args, node.kwargs))):
+        return False
+    narrow = [any(v.dtype in _WIDE for v in _tensors(n)) for n in (node, *node.all_input_nodes)]
+    return not narrow[0] or any(narrow[1:])
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -154,5 +196,5 @@ def _nudged(tensor: Tensor, eps: float) -> Tensor:
 
 def coarsest(trace: Trace) -> float:
     """Return the unit of rounding of the coarsest dtype in which a step computes."""
-    values = (v for node in trace.nodes for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+    values = (value for node in trace.nodes for value in _tensors(node))
     return max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=0.0)

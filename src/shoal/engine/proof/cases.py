@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.engine.proof._observed import widened
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.unit import context_lost, out_of_memory
 from shoal.engine.tracing.patches import Untraceable
@@ -132,7 +133,11 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
 
 
-def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool], list[str]]) -> list[str]:
+Twin = Callable[[Trace, Callable[[], Trace]], Trace]
+"""Returns the graph to compare in place of a recorded one; its second argument records the step in float64."""
+
+
+def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool, Twin], list[str]]) -> list[str]:
     """Return for each of these members what differs; empty if nothing does.
 
     Args:
@@ -143,13 +148,27 @@ def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable
     caches = any(trace.caches for case in rows for trace in case.steps.values())
     try:
         with same_world(*code, caches=caches) as world:
-            try:
-                reasons = run(wide)
-            except NotInFloat64:
-                reasons = run(False)
+            reasons = (wide and _compare_in_float64(rows, run)) or run(False, lambda recorded, _: recorded)
         return [reason or world.reason for reason in reasons]
     except Exception as error:
         return [unchecked(error)] * len(rows)
+
+
+def _compare_in_float64(rows: Sequence[Case], run: Callable[[bool, Twin], list[str]]) -> list[str] | None:
+    """Return what differs in float64; None if the step does not run in float64.
+
+    The recorded graph itself runs in float64, unless it contains dtypes. If it then differs, it may contain numbers
+    that the code took from a dtype, such as an epsilon. So the step is recorded in float64, and compared again.
+    """
+    twins = {trace: widened(trace) for case in rows for trace in case.steps.values()}
+    with suppress(NotInFloat64):
+        if None not in twins.values():
+            reasons = run(True, lambda recorded, _: twins[recorded] or recorded)
+            if not any(reasons):
+                return reasons
+    with suppress(NotInFloat64):
+        return run(True, _recorded_in_float64)
+    return None
 
 
 def unchecked(error: Exception) -> str:
@@ -165,10 +184,8 @@ def fresh_copy(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.clone, batch)
 
 
-def twin_of(recorded: Trace, wide: bool, record: Callable[[], Trace]) -> Trace:
-    """Return the trace, or its float64 version if `wide`."""
-    if not wide:
-        return recorded
+def _recorded_in_float64(recorded: Trace, record: Callable[[], Trace]) -> Trace:
+    """Record the step in float64; raise NotInFloat64 if that is not possible, or if it has other operators then."""
     try:
         trace = record()
     except Untraceable as refusal:

@@ -30,9 +30,8 @@ from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.planning import memory
 from shoal.engine.proof import cases as proof_cases
 from shoal.engine.proof._observed import Observed, difference, rounded, rounded_leaves, state_of, widen, widen_leaves
-from shoal.engine.proof.cases import Case, Disproved, fresh_copy, in_float64, twin_of
+from shoal.engine.proof.cases import Case, Disproved, Twin, fresh_copy, in_float64
 from shoal.engine.recipes.program import Program, as_column
-from shoal.engine.tracing.params_with_grad import used_params
 from shoal.engine.tracing.signature import skeleton
 from shoal.engine.tracing.trace import Trace
 from shoal.engine.tracing.trace import autocast as autocast_for
@@ -54,6 +53,9 @@ def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: 
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
     for rows in proof_cases.choose_rows(cases, proofs, apart=solo):
         proof_cases.note(proofs, rows, _reasons(rows, trace_cache, solo))
+    for case in cases:
+        for size, trace in case.steps.items():
+            trace.used = proofs.used.get((key, size), trace.used)
     reasons = {case.subject.member.index: proofs.reasons[case.kind] for case in cases}
     return {index: reason for index, reason in reasons.items() if reason}
 
@@ -77,7 +79,7 @@ def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[
     return proof_cases.compare(rows, code, wide, partial(_compare_steps, rows, trace_cache, solo))
 
 
-def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool) -> list[str]:
+def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool, twin: Twin) -> list[str]:
     """Run two steps both ways and compare them; the second on the shortest batch, which all members share.
 
     The second step is compared for the first member only, since what a step changes shows in any member.
@@ -89,13 +91,15 @@ def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wi
         batches = [_batch(member, size, place, wide) for place, member in enumerate(members)]
         batches = batches if apart else batches[-1:] * len(members)
         traces = [
-            _step_trace(case.steps[size], member, batch, trace_cache, wide)
+            twin(case.steps[size], partial(trace_cache.step_on, member, batch, twice=False))
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
         shared = frozenset() if solo else rows[0].subject.shared
         by_program = in_float64(
             wide, _run_program, members, traces, batches, apart, solo, trace_cache.deterministic, shared
         )
+        gradients = by_program[0].values["gradient of"].values()
+        trace_cache.proofs.used[rows[0].key, size] = [gradient is not None for gradient in gradients]
         for place, member in enumerate(compared):
             start, stream = state_of(member.model), member.rng.get_state()
             by_itself = in_float64(wide, _run_step, member, fresh_copy(batches[place]))
@@ -122,11 +126,6 @@ def _batch(member: Member, size: int, place: int, wide: bool) -> Any:
     return widen_leaves(batch) if wide else batch
 
 
-def _step_trace(recorded: Trace, member: Member, batch: Any, trace_cache: TraceCache, wide: bool) -> Trace:
-    """Return the graph of the copy's step: the one that will train, or its float64 version with the same operators."""
-    return twin_of(recorded, wide, partial(trace_cache.step_on, member, batch, twice=False))
-
-
 def _run_program(
     members: Sequence[Member],
     traces: Sequence[Trace],
@@ -143,20 +142,19 @@ def _run_program(
         traces, device=device, stacked_batch=[apart] * len(leaves[0]), solo=solo, deterministic=deterministic,
         shared=shared,
     )  # fmt: skip
-    used = [a and b for a, b in zip(trace.trainable, used_params(trace), strict=True)]
     state = proof_cases.stacked_state([member.model for member in members], trace)
     state = [tensor[0] for tensor in state] if solo else state
-    weights = [tensor.requires_grad_() for tensor, wanted in zip(state, used, strict=False) if wanted]
+    weights = [tensor.requires_grad_() for tensor, wanted in zip(state, trace.trainable, strict=False) if wanted]
     columns = [torch.stack(column) if apart else column[0].clone() for column in zip(*leaves, strict=True)]
     generators = [generator_at(member.rng.get_state()) for member in members]
     noise = draw_step(program.draws, generators, [m.job.seed for m in members], [m.batches for m in members], device)
     noise = [value[0] for value in noise] if solo else noise
     with torch.enable_grad(), autocast_for(members[0].job.precision, device):
         (losses, logs), after = program(state, columns, noise.__getitem__)
-    grads = iter(torch.autograd.grad(losses.sum(), weights, allow_unused=True) if weights else ())
-    gradients = {name: next(grads) if wanted else None for name, wanted in zip(trace.params, used, strict=True)}
-    logged = {name: as_column(value, 1 if solo else len(members)) for name, value in logs.items()}
     flags = dict(zip(trace.params, trace.trainable, strict=True))
+    grads = iter(torch.autograd.grad(losses.sum(), weights, allow_unused=True) if weights else ())
+    gradients = {name: next(grads) if wanted else None for name, wanted in flags.items()}
+    logged = {name: as_column(value, 1 if solo else len(members)) for name, value in logs.items()}
     after_params: dict[str, Tensor | None] = {
         name: tensor.detach() for name, tensor in zip(trace.params, state, strict=False)
     }
@@ -249,7 +247,7 @@ def prove_evaluation(
             raise Disproved(trace_cache.proofs.reasons[case.kind])
 
 
-def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, wide: bool) -> list[str]:
+def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, wide: bool, twin: Twin) -> list[str]:
     leaves = pytree.tree_leaves(batch)
     models = [copy.deepcopy(case.subject[0]).to(leaves[0].device) for case in rows]
     whats: list[Evaluation] = [case.subject[1] for case in rows]
@@ -258,7 +256,7 @@ def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, 
         models, batch = [widen(model) for model in models], widen_leaves(batch)
         leaves = pytree.tree_leaves(batch)
     traces = [
-        twin_of(case.steps[0], wide, partial(trace_cache.evaluation, model, what, batch, twice=False))
+        twin(case.steps[0], partial(trace_cache.evaluation, model, what, batch, twice=False))
         for case, model, what in zip(rows, models, whats, strict=True)
     ]
     program = Program(

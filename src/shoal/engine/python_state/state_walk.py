@@ -136,7 +136,7 @@ class Walk:
             self.places.append(place)
 
     def _push(self, path: Path, element: str, value: Any) -> None:
-        if not isinstance(value, _PLAIN):
+        if id(value) not in self._seen and not isinstance(value, _PLAIN):
             self._queue.append(((*path, element), value, self._private))
 
     def _push_attribute(self, path: Path, owner: Any, name: str, value: Any) -> None:

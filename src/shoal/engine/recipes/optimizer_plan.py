@@ -130,8 +130,10 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
             raise Untraceable("its optimizer has parameters that are not the model's")
         groups.append([position[id(p)] for p in group["params"]])
     kind = type(optimizer)
-    with draws(member, keep=False):
-        fresh = make_optimizer(job, model)
+    fresh = optimizer
+    if job.schedule is not None:  # which writes to the groups
+        with draws(member, keep=False):
+            fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
     is_plain = not _is_customized(fresh) and not any(map(_has_coarse_setting, fresh.param_groups))
     splits = [split_hparams(kind, group) if is_plain else None for group in settings]

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine import rules
 from shoal.engine.rules.op_context import NotStackable, OpContext
 from shoal.engine.tracing.signature import PerMember, arguments_of, difference, lift, skeleton
-from shoal.engine.tracing.trace import Trace, origin, written_params
+from shoal.engine.tracing.trace import Trace, origin
 from shoal.utils.randomness import Draw
 
 Noise = Callable[[int], Tensor]
@@ -82,7 +82,7 @@ class Program:
         self._inputs = [node for node in self.trace.nodes if node.op == "placeholder"]
         self._stacked_batch = list(stacked_batch)
         self._shared = frozenset(shared)
-        self.written = written_params(self.trace)
+        self.written = _written_params(self.trace)
         """Indices of the parameters that the step itself writes to."""
         self._carries = self._find_stacked(stacked_batch)
         self._shared_inputs = [i for i in self._shared if self.members and self._inputs[i] not in self._carries]
@@ -321,6 +321,17 @@ def _check_alike(traces: Sequence[Trace]) -> None:
     for other in distinct[1:]:
         if skeleton(other) != first:
             raise NotStackable(f"members do different things here: {difference(distinct[0], other)}")
+
+
+def _written_params(recorded: Trace) -> list[int]:
+    """Return the indices of the parameters that the graph itself writes to."""
+    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+    written: set[int] = set()
+    for node in recorded.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
+    return sorted(written)
 
 
 def as_column(value: Any, rows: int) -> Tensor:

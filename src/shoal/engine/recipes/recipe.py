@@ -26,7 +26,6 @@ from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.tracing.derive import Known, derive, remember
 from shoal.engine.tracing.fingerprint import fingerprint, without_floats
-from shoal.engine.tracing.params_with_grad import used_params
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, skeleton
 from shoal.engine.tracing.trace import Call, Trace, same_graph, trace
@@ -85,6 +84,9 @@ class Proofs:
     """For each kind of step, why it may not be stacked; empty if it may."""
     lifted: dict[Hashable, set[Path | int]] = field(default_factory=dict)
     """For each graph, the numbers and constants that were proven with different values for different members."""
+    used: dict[tuple[Hashable, int], list[bool]] = field(default_factory=dict)
+    """For each graph and number of rows in a batch, which parameters got a gradient in the proof. The autograd graph
+    may reach a parameter whose gradient is None."""
     steps: int = 0
     """How many steps of users' code were run for the proofs."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -159,13 +161,11 @@ class TraceCache:
         self._prints: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self._held: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         """Objects whose ids are in the fingerprints."""
-        self._known: dict[_Code, Trace] = {}
-        """The first trace of each recorded code."""
         self._kinds: dict[Hashable, int] = {}
         """A number for each kind of code, which does not depend on the floating-point numbers in it."""
         self._by_kind: dict[Hashable, Known] = {}
         """Recorded traces, by kind and by the shapes of the batch."""
-        self._format_shapes: dict[Hashable, tuple[str, str]] = {}
+        self._stream_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
         self._programs: dict[Hashable, Program] = {}
         self.proofs = Proofs()
@@ -184,14 +184,8 @@ class TraceCache:
         """
         sizes = batch_sizes(member)[: 1 if brief else None]
         steps = {rows: self.step(member, rows, twice=not brief) for rows in sizes}
-        used_by_size: list[Sequence[bool]] = []
-        for graph in steps.values():
-            try:
-                used_by_size.append(used_params(graph))
-            except Exception as error:
-                raise Untraceable(f"its backward pass raises {describe(error)}") from error
         optimizer = plan_optimizer(member)
-        gets_grad = [any(flags) for flags in zip(*used_by_size, strict=True)]
+        gets_grad = [any(flags) for flags in zip(*(graph.used for graph in steps.values()), strict=True)]
         if optimizer.flags is not None and not optimizer.began_together(member, gets_grad):
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
@@ -231,9 +225,9 @@ class TraceCache:
         """Raise Untraceable if other rows give a batch of other shapes, as padding to the longest row does."""
         view = member.data
         key = (id(view.source), rows, len(view))
-        if key not in self._format_shapes:
-            self._format_shapes[key] = (_format_shapes(batch), _format_shapes(sample(member, rows, last=True)))
-        first, last = self._format_shapes[key]
+        if key not in self._stream_shapes:
+            self._stream_shapes[key] = (_format_shapes(batch), _format_shapes(sample(member, rows, last=True)))
+        first, last = self._stream_shapes[key]
         if first != last:
             raise Untraceable(f"its batches have different shapes ({first}, {last})")
 
@@ -265,7 +259,6 @@ class TraceCache:
         """Drop what was recorded of this model, since Python state that its step reads has changed."""
         model_print = self._prints.pop(model, None)
         self._traces = {key: record for key, record in self._traces.items() if key[0][0] != model_print}
-        self._known = {code: record for code, record in self._known.items() if code[0] != model_print}
         self._by_kind.clear()
 
     def graph(
@@ -308,9 +301,6 @@ class TraceCache:
                 if derived is None:
                     remember(derivable, code, result)
                 result.kind = self._kinds.setdefault(kind, len(self._kinds))
-                first = self._known.setdefault(code, result)
-                if result is not first and result.like(first):
-                    result.first = first
             except Untraceable as refusal:
                 result = refusal
             self._traces[key] = _Record(result, watch, [*self._held.get(model, ()), *function_objects])

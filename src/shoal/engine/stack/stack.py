@@ -24,7 +24,6 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.stack.averages import Averages
 from shoal.engine.stack.optimizers import Grads, Optimizers, ordered
-from shoal.engine.tracing.params_with_grad import used_params
 from shoal.utils.weights import give_memory
 
 LEAST = 2
@@ -66,10 +65,7 @@ class Stack:
         ]
         self.params, self.buffers = state[: len(self.param_names)], state[len(self.param_names) :]
         requires_grad = [params_of[0][name].requires_grad for name in self.param_names]
-        used = used_params(graph)
-        self.trained = [
-            i for i, (trains, gets_grad) in enumerate(zip(requires_grad, used, strict=True)) if trains and gets_grad
-        ]
+        self.trained = [i for i, both in enumerate(zip(requires_grad, graph.used, strict=True)) if all(both)]
         for index in self.trained:
             self.params[index].requires_grad_()
         self.active = torch.ones(size, dtype=torch.bool, device=self.device)

@@ -43,7 +43,7 @@ class Repeated:
 def record_repeatable(
     copy_model: Callable[[], nn.Module],
     reached: Any,
-    record: Callable[[nn.Module], Trace],
+    record: Callable[[nn.Module], tuple[Trace, Callable[[], bool]]],
     run: Callable[[nn.Module], Any],
     *,
     twice: bool,
@@ -53,9 +53,9 @@ def record_repeatable(
     Args:
         copy_model: A fresh copy of the model.
         reached: What Python the step may reach besides the model; it is put back as it was.
-        record: Records the step of a copy.
+        record: Records the step of a copy; the function that it gives too says whether it does the same once more.
         run: Runs the step of a copy for real.
-        twice: Whether to record it a second time; otherwise the first record is given twice.
+        twice: Whether to run it a second time; otherwise the first record is given twice.
 
     Raises:
         Untraceable: when there is no such state, or it cannot be come by.
@@ -67,7 +67,7 @@ def record_repeatable(
         if not state.complete:
             raise Untraceable("its step reaches more Python objects than can be watched")
         try:
-            first = record(model)
+            first, repeats = record(model)
             changes = state.changes()
             if changes:
                 cold, reason = first, _refusal(changes[0], state)
@@ -84,13 +84,16 @@ def record_repeatable(
                 if _without_constants(first) != _without_constants(cold):
                     raise Untraceable(reason)
                 return Repeated(first, first, caches=True, left=left)
-            return Repeated(first, record(model) if twice else first)
+            return Repeated(first, first if not twice or repeats() else record(model)[0])
         finally:
             state.forget_cached_calls()
 
 
 def _record_filled(
-    model: nn.Module, reached: Any, record: Callable[[nn.Module], Trace], run: Callable[[nn.Module], Any]
+    model: nn.Module,
+    reached: Any,
+    record: Callable[[nn.Module], tuple[Trace, Callable[[], bool]]],
+    run: Callable[[nn.Module], Any],
 ) -> Trace:
     """A record of a step whose caches a real call has filled: neither it nor another real call may change anything.
 
@@ -102,7 +105,7 @@ def _record_filled(
         return PythonState({"step": reached, "model": model}, skip=model)
 
     filled = state()
-    first = record(model)
+    first, _ = record(model)
     changes = filled.changes()
     if not changes:
         return first
@@ -114,7 +117,7 @@ def _record_filled(
         raise Untraceable(reason)
     record(model)
     filled = state()
-    first = record(model)
+    first, _ = record(model)
     if filled.changes():
         raise Untraceable(reason)
     return first

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from shoal.engine.python_state.preserve import preserved
@@ -84,12 +85,8 @@ def _with_numbers(trace: Trace, values: dict[Path, float]) -> Trace:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         for path in by_node.get(index, ()):
             _put(copies[node], path, values[path])
-    made = Trace(
-        trace.module, trace.params, trace.buffers, trace.trainable, trace.batch_spec, trace.out_spec, trace.precision
-    )
-    made.nodes = list(graph.nodes)
-    made.first, made.skeleton, made.checked = trace, skeleton(trace), trace.checked
-    made.numbers = numbers(trace) | values
+    made = trace.with_nodes(list(graph.nodes))
+    made.skeleton, made.numbers = skeleton(trace), numbers(trace) | values
     return made
 
 
@@ -146,7 +143,8 @@ def _run_graph(trace: Trace, tensors: list[Tensor], batch: Any) -> Any:
     inputs = iter([*tensors, *pytree.tree_leaves(batch)])
     values: dict[Node, Any] = {}
     for node in trace.nodes:
-        args, kwargs = pytree.tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
+        args: Any = map_arg(node.args, values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, values.__getitem__)
         if node.op == "placeholder":
             values[node] = next(inputs)
         elif node.op == "get_attr":
@@ -161,7 +159,9 @@ def _run_graph(trace: Trace, tensors: list[Tensor], batch: Any) -> Any:
 def _same(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b) and (a == b or a != a)
-    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def remember(known: Known, code: Hashable, trace: Trace) -> None:

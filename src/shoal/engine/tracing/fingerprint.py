@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from shoal.data.source import parts
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Tensors that are looked at on their own; the last two are an RNN's other list of its parameters."""
+_USUAL = frozenset({int, str, bool, type(None), torch.dtype})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _MAX_DEPTH = 12
 
 
@@ -58,8 +61,16 @@ class _Walker:
         self.trained: set[int] = set()
 
     def visit(self, value: Any, depth: int) -> Hashable:
+        kind = type(value)
+        if kind in _USUAL:
+            return (kind, value)
         if isinstance(value, _PLAIN):
-            return (type(value), repr(value) if isinstance(value, float) else value)
+            return (kind, repr(value) if isinstance(value, float) else value)
+        if kind in _CONTAINERS and not value:  # as most hooks of modules are
+            if id(value) in self.seen:
+                return ("again", self.seen[id(value)])
+            self.seen[id(value)] = len(self.seen)
+            return (kind,)
         if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | np.ufunc | types.CodeType):
             return self._identity(value)
         if id(value) in self.seen:

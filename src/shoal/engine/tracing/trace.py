@@ -13,10 +13,9 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.engine.python_state.module_modes import change_by_eval
 from shoal.engine.python_state.places import say
+from shoal.engine.tracing._calls import Calls, same_arguments
 from shoal.engine.tracing._constants import Constants
 from shoal.engine.tracing._first_call import record_repeatable
+from shoal.engine.tracing._model_checks import refuse_at_sight
+from shoal.engine.tracing.params_with_grad import reached_by
 from shoal.engine.tracing.patches import Untraceable, patched
 from shoal.errors import describe
 from shoal.utils.random_state import Snapshot
@@ -58,8 +59,8 @@ class Trace:
     precision: str | None = None
     """The autocast it was recorded in: what it does to dtypes is not in the graph."""
     nodes: list[Node] = field(init=False)
-    used: list[bool] | None = None
-    """What `used_params` found."""
+    used: list[bool] = field(default_factory=list)
+    """Of a training step: for every parameter, whether the loss gives it a gradient, so that an optimizer moves it."""
     skeleton: Hashable | None = None
     """What `signature.skeleton` found."""
     numbers: dict[Any, Any] | None = None
@@ -72,8 +73,6 @@ class Trace:
     """Whether a first call leaves something in Python behind, such as a mask that is made once."""
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     """Plain attributes that a first call leaves in the model's modules, by module and name."""
-    first: Trace | None = None
-    """The same operators on a batch of another size, or with other numbers: gradients go the same ways."""
     number: int = field(default_factory=itertools.count().__next__)
     """Tells traces apart, those that are gone included, which an id does not."""
 
@@ -84,6 +83,14 @@ class Trace:
     def log_names(self) -> list[str]:
         """The names that a training step logs, in the order of its outputs."""
         return list(self.out_spec.children()[0].children()[1].context)
+
+    def with_nodes(self, nodes: list[Node]) -> Trace:
+        """The same with other numbers or dtypes in its nodes."""
+        made = Trace(
+            self.module, self.params, self.buffers, self.trainable, self.batch_spec, self.out_spec, self.precision
+        )
+        made.nodes, made.used, made.checked = nodes, self.used, self.checked
+        return made
 
     def like(self, other: Trace) -> bool:
         """Whether the same operators are called in the same order, on whatever shapes."""
@@ -117,13 +124,13 @@ def trace(
 ) -> Trace:
     """Record `call(model, batch)` as a graph, with the model in the mode it is in, or in eval mode.
 
-    `reached`: what Python the call may reach besides the model, such as the user's own step. `twice`: record it again
-    and compare; once is enough where the same code was recorded twice on a batch of another size.
+    `reached`: what Python the call may reach besides the model, such as the user's own step. `twice`: run it again
+    and compare; once is enough where the same code was run twice on a batch of another size.
 
     Raises:
         Untraceable: with the reason, when the graph would not be the whole truth.
     """
-    aliases = _refuse_at_sight(model)
+    aliases = refuse_at_sight(model)
     pair = record_repeatable(
         lambda: _copy(model, evaluating),
         reached,
@@ -161,7 +168,7 @@ def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: 
         call(model, batch)
 
 
-class _Recorded(nn.Module):
+class _Recording(nn.Module):
     """The call as a module, so that `functional_call` can put traced tensors in place of the model's own."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
@@ -174,37 +181,58 @@ class _Recorded(nn.Module):
         return out, dict(self.model.named_buffers(remove_duplicate=False))
 
 
-def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> Trace:
+def _record(
+    model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool
+) -> tuple[Trace, Callable[[], bool]]:
+    """The call as a graph, and a function that runs its Python code again: whether it calls the same once more."""
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     leaves, batch_spec = pytree.tree_flatten(batch)
-    wrapper = _Recorded(model, call)
+    inputs = [*params.values(), *buffers.values(), *leaves]
+    device = inputs[0].device
+    wrapper, calls = _Recording(model, call), Calls()
     checks: list[Tensor] | None = [] if grad else None
     traced: list[Tensor] = []
-    out_spec: list[pytree.TreeSpec] = []
+    runs: list[tuple[list[Tensor], list[Any], pytree.TreeSpec]] = []
 
     def flat(values: list[Tensor]) -> list[Any]:
         names = [f"model.{name}" for name in (*params, *buffers)]
         traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
-        with Constants():
+        with Constants(), calls:  # calls are noted as the step makes them, before constants answer some
             out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
-        if checks:
-            (loss, logs), after = out
-            out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by one, or by zero
+            if checks:
+                (loss, logs), after = out
+                out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by one, or by zero
         outputs, spec = pytree.tree_flatten(out)
-        out_spec.append(spec)
+        runs.append((values, outputs, spec))
         return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
 
-    inputs = [*params.values(), *buffers.values(), *leaves]
-    device = inputs[0].device
-    before, torch_state = Snapshot(), torch.get_rng_state()
-    try:
+    @contextmanager
+    def surroundings() -> Iterator[None]:
         mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
         quiet = quiet_fake_tensors()
         with patched(checks, traced), quiet, warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
+            yield
+
+    def repeats() -> bool:
+        calls.repeat()
+        if checks:
+            checks.clear()
+        before = Snapshot()
+        try:
+            with surroundings():
+                flat(runs[0][0])
+        except Exception:
+            return False
+        (_, outputs, spec), (_, others, other_spec) = runs
+        return calls.repeated and same_arguments(outputs, others) and spec == other_spec and not before.moved()
+
+    before, torch_state = Snapshot(), torch.get_rng_state()
+    try:
+        with surroundings():
             module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
     except Untraceable:
         raise
@@ -218,61 +246,12 @@ def _record(model: nn.Module, call: Call, batch: Any, precision: str | None, gra
     if before.moved():
         raise Untraceable("it draws from python's or numpy's random numbers inside the step")
     trainable = [param.requires_grad for param in params.values()]
-    recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec[-1], precision)
+    values, outputs, out_spec = runs[0]
+    recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec, precision)
     recorded.checked = bool(checks)
-    return recorded
-
-
-def _refuse_at_sight(model: nn.Module) -> set[str]:
-    """Refuse what a look at the model shows; buffers of whole numbers that have another name as an attribute."""
-    for name, module in model.named_modules():
-        where = f"{name or 'the model'} ({type(module).__name__})"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise Untraceable(f"{where} is a TorchScript module")
-        if getattr(module, "_backward_hooks", None) or getattr(module, "_backward_pre_hooks", None):
-            raise Untraceable(f"{where} has a backward hook")
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            raise Untraceable(f"{where} is already compiled; give Shoal the plain module")
-        if isinstance(module, LazyModuleMixin):  # also where a checkpoint has its weights: a resume runs as before
-            raise Untraceable(f"{where} is built lazily, at the first batch")
-    for name, param in model.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise Untraceable(f"{name} is built lazily, at the first batch")
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            raise Untraceable(f"parameter {name} has a gradient hook")
-        if param.layout != torch.strided or type(param) is not nn.Parameter:
-            raise Untraceable(f"parameter {name} is a {type(param).__name__} of layout {param.layout}")
-    for name, buffer in model.named_buffers():
-        if buffer.layout != torch.strided or buffer.is_quantized:
-            raise Untraceable(f"buffer {name} has layout {buffer.layout}")
-    if not any(True for _ in model.parameters()):
-        raise Untraceable("it has no parameters")
-    spans = sorted(
-        (*_memory(tensor), name)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.numel()
-    )
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:  # side by side in one storage is fine: on a GPU an LSTM keeps its weights so
-            raise Untraceable(f"{other} and {name} are two names of the same memory")
-    aliases, whole = set[str](), {name for name, b in model.named_buffers() if not b.dtype.is_floating_point}
-    for module in model.modules():
-        attributes = [value for name, value in vars(module).items() if not name.startswith("_")]
-        for tensor in pytree.tree_leaves(attributes):
-            if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
-                begin, past = _memory(tensor)
-                owner = next((name for start, end, name in spans if begin < end and start < past), None)
-                if owner is not None and owner not in whole:  # running averages are written to by batch_norm itself
-                    raise Untraceable(f"an attribute is another name of {owner}")
-                aliases |= {owner} if owner is not None else set()
-    return aliases
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The first byte that a tensor may touch, and the one past its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.element_size()
+    reached = reached_by(outputs[0]) if grad else set()
+    recorded.used = [id(value) in reached for value in values[: len(params)]]
+    return recorded, repeats
 
 
 def _refuse_buffers(recorded: Trace) -> None:
@@ -316,17 +295,6 @@ def origin(node: Node) -> Node:
             break
         node = node.all_input_nodes[0]
     return node
-
-
-def written_params(recorded: Trace) -> list[int]:
-    """The parameters that the graph itself writes to, by their place."""
-    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
-    written: set[int] = set()
-    for node in recorded.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            written |= {place[root] for root in map(origin, node.all_input_nodes[:1]) if root in place}
-    return sorted(written)
 
 
 def _refuse_in_graph(recorded: Trace) -> None:
