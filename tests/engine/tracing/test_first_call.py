@@ -175,3 +175,12 @@ def test_a_tensor_that_a_module_makes_once_is_in_the_result() -> None:
     expected = torch.linspace(0.0, 1.0, 8, dtype=torch.float64)
     assert torch.equal(first.model.cached, expected) and torch.equal(second.model.cached, expected)
     assert first.model.cached.data_ptr() != second.model.cached.data_ptr(), "each has its own"
+
+
+def test_an_attribute_that_each_call_replaces_is_named_as_one() -> None:
+    class Keeps(Net):
+        def factor(self, x: Tensor) -> Any:
+            self.cached = x.detach().mean(1, keepdim=True)
+            return 1.0
+
+    assert "its forward changes python attributes of the model (model.cached)" in reasons(jobs(Keeps))

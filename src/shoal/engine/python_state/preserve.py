@@ -46,8 +46,11 @@ class PythonState:
         return [path for place, note in self._pairs() if place.changed(note) for path in place.differences(note)]
 
     def place_at(self, path: Path) -> Place:
-        """The place that a path of `changes` belongs to."""
-        return max((p for p in self.places if p.path == path[: len(p.path)]), key=lambda place: len(place.path))
+        """The place that a path of `changes` belongs to; of an attribute that holds another tensor, its owner."""
+        places = [
+            place for place, note in self._pairs() if place.path == path[: len(place.path)] and place.changed(note)
+        ]
+        return max(places, key=lambda place: len(place.path))
 
     @property
     def changed(self) -> bool:
