@@ -1,4 +1,4 @@
-"""What can be seen of a model before its step is recorded: hooks, layouts and shared memory that rule a recording out."""
+"""Checks of a model before its step is recorded: hooks, layouts and shared memory that rule a recording out."""
 
 from __future__ import annotations
 
