@@ -362,6 +362,31 @@ def test_members_that_part_on_another_shape() -> None:
     assert_same(pack, plain)
 
 
+class TwoHeads(nn.Module):
+    """Uses its second head on large batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, C).double(), nn.Linear(D, C).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.second(x) if len(x) > 5 else out
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 4, 8, 4), (4, 8, 4, 8, 8)])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_batches_that_train_other_weights(optimizer: Any, sizes: tuple[int, ...]) -> None:
+    models = [TwoHeads() for _ in range(3)]
+    plain = {i: Plain(models[i], seed=i, hparams={"lr": 0.05}, optimizer=optimizer) for i in range(3)}
+    pack = shoal.Pack(models, optimizer=optimizer, hparams={"lr": 0.05}, loss=F.cross_entropy)
+    for t, rows in enumerate(sizes):
+        x, y = batch(t, rows)
+        assert distance(pack.step(x, y), stepped(plain, x, y)) <= TOLERANCE
+    assert_same(pack, plain)
+    assert "give gradients to different weights" in pack.tiers[0][1]
+
+
 def test_an_own_step_on_one_dict() -> None:
     def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         return F.mse_loss(model(batch["x"]), batch["y"]), {"note": 1.0}

@@ -368,6 +368,18 @@ def test_a_step_that_raises_here_is_trained_as_it_is(counter: list[int]) -> None
     assert "short batches are not welcome" in (results[0].error or "")
 
 
+@pytest.mark.parametrize("on_full_batches", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_weights_that_only_some_batches_train(optimizer: Any, on_full_batches: bool) -> None:
+    def step(model: Any, batch: Any) -> Tensor:
+        out = model(batch[0])
+        return F.mse_loss(out if (len(out) == 8) == on_full_batches else out.detach() + model.b.bias, batch[1])
+
+    pack = jobs(step=step, optimizer=optimizer)
+    assert equal_to_solo(pack) == {"serial"}
+    assert reason(pack) == prove.OTHER_WEIGHTS
+
+
 def test_training_finds_what_it_would_find_alone() -> None:
     """A proof draws random numbers and moves statistics, of copies."""
 

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
 
 
+OTHER_WEIGHTS = "batches of different shapes give gradients to different weights"
+"""Why such members are not stacked: a stack updates the same weights in every step."""
+
+
 def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: bool = False) -> dict[int, str]:
     """Return why members of one recipe key may not train with their common program, by index. Members that may are left
     out.
@@ -53,10 +57,13 @@ def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: 
     cases = [Case(key, recipe.steps, recipe) for recipe in recipes]
     for rows in proof_cases.choose_rows(cases, proofs, apart=solo):
         proof_cases.note(proofs, rows, _reasons(rows, trace_cache, solo))
+    reasons = {}
     for case in cases:
         for size, trace in case.steps.items():
             trace.used = proofs.used.get((key, size), trace.used)
-    reasons = {case.subject.member.index: proofs.reasons[case.kind] for case in cases}
+        first, *others = (trace.trained for trace in case.steps.values())
+        differs = OTHER_WEIGHTS if any(trained != first for trained in others) else ""
+        reasons[case.subject.member.index] = proofs.reasons[case.kind] or differs
     return {index: reason for index, reason in reasons.items() if reason}
 
 

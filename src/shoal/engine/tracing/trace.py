@@ -80,6 +80,11 @@ class Trace:
         self.nodes = list(self.module.graph.nodes)
 
     @property
+    def trained(self) -> list[int]:
+        """The indices of the parameters that an optimizer step changes: they require and get a gradient."""
+        return [i for i, both in enumerate(zip(self.trainable, self.used, strict=True)) if all(both)]
+
+    @property
     def log_names(self) -> list[str]:
         """The names that a training step logs, in the order of its outputs."""
         return list(self.out_spec.children()[0].children()[1].context)

@@ -11,9 +11,10 @@ from torch import Tensor
 from shoal.engine.members.member import draws
 from shoal.engine.members.step import run_step
 from shoal.engine.proof.cases import Disproved
-from shoal.engine.proof.prove import prove_training
+from shoal.engine.proof.prove import OTHER_WEIGHTS, prove_training
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Recipe
+from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tracing.trace import autocast
@@ -61,6 +62,8 @@ class GivenBatchesStack(StackedUnit):
             recipes.append(Recipe(recipe.member, {1: trace}, recipe.optimizer))
         for reason in prove_training(recipes, self.trace_cache).values():
             raise Disproved(reason)
+        if any(trace.trained != self.stack.trained for trace in traces):
+            raise NotStackable(OTHER_WEIGHTS)
         self._programs[key] = program
 
     def step(self, key: Hashable, leaves: list[Tensor]) -> tuple[Tensor, dict[int, Exception]]:
