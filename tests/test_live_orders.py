@@ -158,7 +158,7 @@ def test_ctrl_c_in_as_completed_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_that_is_kept_open_ends_with_the_program() -> None:
     run = shoal.start([job("a", epochs=1)], device="cpu", keep_open=True)
     assert [r.name for r in run.as_completed(timeout=60)] == ["a"] and run.running
-    run._leave()
+    run._interrupt_at_exit()
     assert not run.running and [r.status for r in run.wait(1)] == ["done"]
 
 

@@ -1,6 +1,6 @@
 """Shoal trains many neural networks at once on one device, and one network across many devices.
 
-Names are loaded when they are used, so that `shoal --help` does not wait for torch.
+Names are imported when they are first used, so that `shoal --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from shoal.tune.studies.api import tune as tune
     from shoal.user_loop.pack import Pack as Pack
 
-# torch.cuda.is_available() then asks the driver's monitor instead of CUDA itself, and a forked process can use the GPU:
-# see shoal.engine.runtime.guard.
+# torch.cuda.is_available() then asks NVML and does not initialize CUDA, so that a forked process can use the GPU: see
+# shoal.engine.runtime.guard.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
         from shoal.version import version
 
         return version()
-    if name in ("place", "split", "tune"):  # packages; two of them are called like functions
+    if name in ("place", "split", "tune"):  # packages, two of which can be called
         return import_module(f"shoal.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a result was made with."""
+"""The environment in which a result was made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.version import version
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and threads: what to compare when two results differ."""
+    """Return versions, device and threads, which are what to compare when two results differ."""
     stamp: dict[str, Any] = {
         "shoal": version(),
         "python": platform.python_version(),

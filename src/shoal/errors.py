@@ -1,4 +1,4 @@
-"""What can go wrong, in one family: `except shoal.ShoalError` catches everything this package raises on purpose."""
+"""The exceptions of this package; `except shoal.ShoalError` catches everything that it raises on purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ShoalError(Exception):
 
 
 class JobError(ShoalError, ValueError):
-    """A mistake in one or more jobs, found before anything ran: one line for each, in `lines`."""
+    """Mistakes in one or more jobs, found before anything ran, with one line for each in `lines`."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = lines
@@ -16,45 +16,45 @@ class JobError(ShoalError, ValueError):
 
 
 class NoSuchJob(JobError, KeyError):
-    """A name that no job of the run has."""
+    """The run has no job of this name."""
 
     __str__ = JobError.__str__
 
 
 class SplitError(ShoalError, ValueError):
-    """A network, a job or an executor that cannot be split as asked: the value, the rule and the fix, in one line."""
+    """A network, a job or an executor cannot be split as asked. The message gives the value, the rule and the fix."""
 
 
 class GraphError(ShoalError, ValueError):
-    """A network whose forward pass cannot be recorded: why, in one line."""
+    """A network's forward pass cannot be recorded. The message says why."""
 
 
 class PlaceError(ShoalError, ValueError):
-    """A network that cannot be placed as asked: the value, the rule and the fix, in one line."""
+    """A network cannot be placed as asked. The message gives the value, the rule and the fix."""
 
 
 class TuneError(ShoalError, ValueError):
-    """A search that cannot be run as asked: the value, the rule and the fix, in one line."""
+    """A search cannot be run as asked. The message gives the value, the rule and the fix."""
 
 
 class OutError(ShoalError, ValueError):
-    """The run folder cannot take these jobs."""
+    """The run folder cannot be used for these jobs."""
 
 
 class DamagedError(OutError):
-    """A file of a run folder does not hold what was written to it: cut short, changed, or another program's."""
+    """A file of a run folder does not hold what was written to it: it was cut short, changed, or replaced."""
 
 
 class NotStorable(ShoalError):
-    """A member's state holds something that cannot be written to a file and read back."""
+    """A member's state contains something that cannot be written to a file and read back."""
 
 
 class ReadError(ShoalError):
-    """A DataLoader did not give the next batch: it ends the jobs that read it."""
+    """A DataLoader failed to give the next batch, which ends the jobs that read it."""
 
 
 class MemberError(ShoalError):
-    """One member's step raised: the tier says which slot, the run ends that member alone."""
+    """One member's step raised. The tier reports the slot, and the run ends only that member."""
 
     def __init__(self, slot: int, cause: BaseException) -> None:
         self.slot = slot
@@ -63,15 +63,16 @@ class MemberError(ShoalError):
 
 
 class ShoalWarning(UserWarning):
-    """Something that may be meant and may be a mistake, such as NaN in the data."""
+    """Something that may be intended or a mistake, such as NaN in the data."""
 
 
 ROW_NOTE = "reading row "
-"""How the note begins that says which row of a Dataset could not be read."""
+"""The beginning of the note that says which row of a Dataset could not be read."""
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of what it says; of a Dataset also which row it was."""
+    """Return an exception in one line: its type, the first line of its message and, if known, the row of the
+    Dataset."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     rows = [note for note in getattr(error, "__notes__", ()) if note.startswith(ROW_NOTE)]

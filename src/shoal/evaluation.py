@@ -1,4 +1,4 @@
-"""Trained networks on a test set: losses and metrics of all of them from one program, and what an ensemble says."""
+"""Evaluate trained networks on a test set, all in one program where possible, and combine them as an ensemble."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from shoal.utils.numpy_values import tensor_of
 from shoal.utils.tables import render
 
 LARGEST_BATCH = 1024
-"""Rows at a time where nothing else is said."""
+"""The number of rows in a batch if the caller does not set it."""
 
 
 def usable(device: Any) -> torch.device:
-    """The device of this name, or the CPU where this machine does not have it."""
+    """Return the device of this name, or the CPU if this machine does not have it."""
     chosen = torch.device(device if device else "cpu")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         return torch.device("cpu")
@@ -39,22 +39,26 @@ def usable(device: Any) -> torch.device:
 
 
 def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device) -> Any:
-    """Outputs of all models, [M, ...], where the inputs are; `size` rows at a time, None: all at once."""
+    """Return the outputs of all models, [M, ...], on the device of the inputs.
+
+    Args:
+        size: The number of rows in a batch; None runs all rows at once.
+    """
     if not models:
         raise ValueError("there are no results, so there is nothing to predict with")
     if any(map(gives_batches, inputs)):
         return _predict_batches(models, inputs, size, device)
     inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
-    home = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
+    input_device = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
     batch: Any = inputs
-    whats = None
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping) and _by_name(models[0], inputs[0]):
-        batch, whats = dict(inputs[0]), [Computation("inputs", _outputs)] * len(models)
-    with Forward(models, whats=whats, device=device) as forward:
+    computations = None
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping) and _takes_entries(models[0], inputs[0]):
+        batch, computations = dict(inputs[0]), [Computation("inputs", _outputs)] * len(models)
+    with Forward(models, whats=computations, device=device) as forward:
 
         def run(chunk: Any) -> Any:
-            there = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
-            return pytree.tree_map_only(Tensor, lambda x: x.to(home), forward(there))
+            moved = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
+            return pytree.tree_map_only(Tensor, lambda x: x.to(input_device), forward(moved))
 
         if size is None:
             return run(batch)
@@ -64,8 +68,9 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
     return join_batches(chunks, dim=1)
 
 
-def _by_name(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
-    """Whether the model takes the entries of a dict by name, as in training; some take the dict itself."""
+def _takes_entries(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
+    """Return whether the model takes the entries of a dict as keyword arguments, as in training; some take the dict
+    itself."""
     try:
         inspect.signature(model.forward).bind(**{name: x for name, x in entries.items() if name not in TARGETS})
     except TypeError:
@@ -76,7 +81,8 @@ def _by_name(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
 def _predict_batches(
     models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device
 ) -> Any:
-    """Outputs for all batches of a DataLoader, on the CPU: its targets are left out as in training."""
+    """Return the outputs for all batches of a DataLoader, on the CPU. Targets in the batches are ignored, as in
+    training."""
     if len(inputs) > 1 or (size is not None and isinstance(inputs[0], DataLoader)):
         what = "other inputs" if len(inputs) > 1 else f"batch_size={size}"
         raise ValueError(f"predict: a DataLoader gives whole batches, so {what} would do nothing; pass it alone")
@@ -92,7 +98,7 @@ def _predict_batches(
 
 
 def _outputs(model: nn.Module, batch: Any) -> Any:
-    """A model's outputs on a batch with targets, or on inputs alone."""
+    """Return a model's outputs for a batch with or without targets."""
     if isinstance(batch, Tensor):
         return model(batch)
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
@@ -103,15 +109,19 @@ def _outputs(model: nn.Module, batch: Any) -> Any:
 
 
 def evaluation_job(name: str, model: nn.Module, job: Any, data: Any, metrics: Any, loss: Any, collate: Any) -> Job:
-    """A trained network as a job to be evaluated; `job`: the one it was trained by, or its settings alone."""
-    known = job if isinstance(job, Job) else None
-    if known is None and metrics is None and loss is None:
+    """Return a job that evaluates a trained network.
+
+    Args:
+        job: The job that trained the network, or only its settings if the result was read from a folder.
+    """
+    training_job = job if isinstance(job, Job) else None
+    if training_job is None and metrics is None and loss is None:
         raise ValueError(f"{name!r} was read from a folder, which holds no code; pass metrics= or loss= to evaluate")
-    step = known.step if known is not None and loss is None else None
+    step = training_job.step if training_job is not None and loss is None else None
     if loss is None and step is None:
-        loss = no_loss if known is None else known.loss
+        loss = no_loss if training_job is None else training_job.loss
     if metrics is None:
-        metrics = {} if known is None else known.metrics
+        metrics = {} if training_job is None else training_job.metrics
     return Job(
         model=model, data=data, step=step, loss=loss, metrics=metrics, collate=collate, precision=job.precision,
         epochs=0,
@@ -121,9 +131,11 @@ def evaluation_job(name: str, model: nn.Module, job: Any, data: Any, metrics: An
 def evaluate(
     names: Sequence[str], jobs: Sequence[Job], data: Any, batch_size: int, device: torch.device
 ) -> list[dict[str, float]]:
-    """The loss, logs and metrics of these jobs' networks on the same data; a job's network is its `model`.
+    """Return the loss, logs and metrics of the jobs' networks on the same data. Each job's `model` is its trained
+    network.
 
-    `batch_size`: for data that is made into batches here.
+    Args:
+        batch_size: The number of rows in a batch, for data that does not come in batches.
     """
     try:
         view = Pool(device).open(data, jobs[0].collate, batch_size)
@@ -131,8 +143,8 @@ def evaluate(
         raise JobError(*(f"evaluate: data {line}" for line in error.lines)) from None
     sheets = [Sheet(job) for job in jobs]
     models = [job.model for job in jobs if isinstance(job.model, nn.Module)]
-    whats = [Computation.validation(job, bool(job.metrics)) for job in jobs]
-    with Forward(models, whats=whats, device=device) as forward:
+    computations = [Computation.validation(job, bool(job.metrics)) for job in jobs]
+    with Forward(models, whats=computations, device=device) as forward:
         for batch in view.feed(batch_size):
             _check_pairs(names, jobs, batch)
             try:
@@ -148,7 +160,7 @@ def evaluate(
 
 
 def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
-    """JobError where the batch is no tuple of inputs and targets, and something is to be measured that needs them."""
+    """Raise a JobError if the batch has no targets and a job's loss or metrics need them."""
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return
     if isinstance(batch, Mapping) and len(batch) > 1 and any(name in batch for name in TARGETS):
@@ -174,12 +186,12 @@ def _values(name: str, sheet: Sheet) -> dict[str, float]:
 
 
 def no_loss(outputs: Any, targets: Any) -> Tensor:
-    """For networks without a loss: only their metrics are asked for."""
+    """Stand in for the loss of networks that have none, so that their metrics can be computed."""
     return torch.zeros(())
 
 
 class Evaluation(Sequence[Mapping[str, float]]):
-    """What networks reached on a test set: a dict of numbers for each, by place or by the job's name."""
+    """The numbers that networks reached on a test set: a dict for each network, by index or by the job's name."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[dict[str, float]]) -> None:
         self.names, self._rows = list(names), list(rows)
@@ -207,27 +219,27 @@ class Evaluation(Sequence[Mapping[str, float]]):
         return f"Evaluation({len(self)} networks: {', '.join(self.columns())})"
 
     def columns(self) -> list[str]:
-        """What was measured."""
+        """Return the names of the measured values."""
         return list(dict.fromkeys(name for row in self._rows for name in row))
 
     def column(self, name: str) -> dict[str, float]:
-        """One number of every network, by the jobs' names."""
+        """Return one measured value of every network, by job name."""
         if name not in self.columns():
             raise KeyError(f"no {name!r} was measured; there are {', '.join(self.columns())}")
-        return {who: row[name] for who, row in zip(self.names, self._rows, strict=True) if name in row}
+        return {job_name: row[name] for job_name, row in zip(self.names, self._rows, strict=True) if name in row}
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat row for each network."""
+        """Return a flat dict for each network."""
         return [{"name": name, **row} for name, row in zip(self.names, self._rows, strict=True)]
 
     def table(self) -> str:
-        """The numbers as text, a line for each network."""
+        """Return the values as text, one line per network."""
         head = self.columns()
         cells = [[f"{row[name]:.4g}" if name in row else "-" for name in head] for row in self._rows]
         return render(["name", *head], [[name, *row] for name, row in zip(self.names, cells, strict=True)], left=(0,))
 
     def to_dataframe(self) -> Any:
-        """`records` as a pandas.DataFrame."""
+        """Return `records` as a pandas.DataFrame."""
         try:
             import pandas
         except ImportError:
@@ -237,10 +249,10 @@ class Evaluation(Sequence[Mapping[str, float]]):
 
 @dataclass(frozen=True)
 class Ensemble:
-    """What several networks say together about the same inputs."""
+    """The outputs of several networks for the same inputs, and ways to combine them."""
 
     outputs: Tensor
-    """[M, ...]: what each of them says."""
+    """The outputs of each network, [M, ...]."""
 
     @cached_property
     def mean(self) -> Tensor:
@@ -249,29 +261,29 @@ class Ensemble:
 
     @cached_property
     def spread(self) -> Tensor:
-        """The standard deviation between members: how far they disagree. 0 for one member."""
+        """The standard deviation between the members, which shows how far they disagree; 0 for one member."""
         return self.outputs.std(0, correction=0)
 
     @cached_property
     def votes(self) -> Tensor:
-        """How many members have each class as their largest output, [..., classes]."""
+        """The number of members whose largest output is each class, [..., classes]."""
         winners = self.outputs.argmax(-1)
         return nn.functional.one_hot(winners, self.outputs.shape[-1]).sum(0)
 
     @cached_property
     def vote(self) -> Tensor:
-        """The class that most members have as their largest output; of equal numbers the one with the larger mean."""
+        """The class that most members have as their largest output; in a tie, the one with the larger mean."""
         most = self.votes == self.votes.amax(-1, keepdim=True)
         return self.mean.masked_fill(~most, -torch.inf).argmax(-1)
 
     @cached_property
     def agreement(self) -> Tensor:
-        """The part of the members that voted for the winning class, 0 to 1."""
+        """The fraction of the members that voted for the winning class, from 0 to 1."""
         return self.votes.amax(-1) / len(self.outputs)
 
 
 def combine(outputs: Any, activation: Callable[[Any], Tensor] | None) -> Ensemble:
-    """An ensemble of these outputs."""
+    """Return an ensemble of these outputs, after applying `activation` to them if it is given."""
     if activation is not None and not isinstance(outputs, Tensor):
         outputs, activation = activation(outputs), None
     if not isinstance(outputs, Tensor):
@@ -279,5 +291,5 @@ def combine(outputs: Any, activation: Callable[[Any], Tensor] | None) -> Ensembl
             f"the networks return a {type(outputs).__name__}, not a tensor; combine what predict returns, or say which "
             "tensor: activation=lambda out: out.logits, or out[0]"
         )
-    given = outputs if outputs.is_floating_point() else outputs.float()
-    return Ensemble(given if activation is None else activation(given))
+    values = outputs if outputs.is_floating_point() else outputs.float()
+    return Ensemble(values if activation is None else activation(values))

@@ -1,4 +1,4 @@
-"""`shoal.explain`: what would be stacked, what not and why, and what it should cost; before any training."""
+"""`shoal.explain`, which shows before any training what would be stacked, what not and why, and the expected cost."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from shoal.utils.tables import duration, render, size
 from shoal.utils.torch_flags import torch_flags, training_mode
 
 MOST_NAMED = 5
-"""Waiting jobs that are named one by one."""
+"""How many waiting jobs are named one by one."""
 
 
 @dataclass(slots=True, eq=False)
 class Explanation:
-    """A plan, with what it should cost. `print` it, or take `to_dict()`."""
+    """A plan with its expected cost. `print` it, or take `to_dict()`."""
 
     plan: Plan
     steps: dict[int, int]
-    """Each job's optimizer steps, by its place."""
+    """Each job's number of optimizer steps, by the job's index."""
     data_bytes: int
-    """The data sets, in memory once for all jobs."""
+    """The size of the data sets, which are in memory once for all jobs."""
     measured: bool
 
     @property
     def memory_bytes(self) -> float:
-        """The most that all parts should take together, the data and the device's libraries included."""
+        """The expected peak memory of all parts together, including the data and the device's libraries."""
         return self.plan.memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as numbers and strings."""
+        """Return everything as numbers and strings."""
         numbers = {**self.plan.to_json(), "data_bytes": self.data_bytes, "memory_bytes": self.memory_bytes}
         return dict(finite(numbers))
 
     def to_json(self) -> str:
-        """`to_dict()` as text."""
+        """Return `to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         head = ["", "tier", "jobs", "members", "memory", "a step alone", "packed", "gain"]
-        shown = list(self._rows())
-        table = render(head, [row for row, _ in shown], left=(0, 1, 2))
-        reasons = [f"{row[0]}: {reason}" for row, reason in shown]
+        rows = list(self._rows())
+        table = render(head, [row for row, _ in rows], left=(0, 1, 2))
+        reasons = [f"{row[0]}: {reason}" for row, reason in rows]
         return "\n".join([table, "", *reasons, *self._compiling(), *self._waiting(), *self._totals()])
 
     def _rows(self) -> Iterator[tuple[list[str], str]]:
-        """A line for every part, those that run alone for one reason taken together."""
+        """Yield a table row and a reason for every part; parts that run alone for the same reason share one row."""
         merged: dict[tuple[str, str], list[Part]] = {}
         for i, part in enumerate(self.plan.parts):
             key = (part.tier, part.reason if part.tier == "serial" else f"{part.reason} {i}")
             merged.setdefault(key, []).append(part)
         for number, parts in enumerate(merged.values(), 1):
             names = [name for part in parts for name in part.names]
-            named = ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} ... {names[-1]}"
+            job_names = ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} ... {names[-1]}"
             numbers = [_total(parts, name) for name in ("memory_bytes", "alone_seconds", "step_seconds")]
             memory, alone, packed = numbers
             if parts[0].tier == "serial":  # nothing is packed
@@ -75,7 +75,7 @@ class Explanation:
                 "-" if memory is None else size(memory),
                 *("-" if x is None else duration(x) for x in (alone, packed)),
             ]
-            yield [str(number), parts[0].tier, named, str(len(names)), *cells, gain], _advice(parts[0])
+            yield [str(number), parts[0].tier, job_names, str(len(names)), *cells, gain], _advice(parts[0])
 
     def _compiling(self) -> Iterator[str]:
         for part in self.plan.parts:
@@ -126,33 +126,32 @@ def explain(
     memory: int | str | None = None,
     compile: bool | Literal["auto"] = False,
 ) -> Explanation:
-    """Say what `shoal.train` would do with these jobs, without training them.
+    """Return what `shoal.train` would do with these jobs, without training them.
 
-    It asks the planner that `train` asks. On a CPU `train` may share the packs among processes.
+    The planner is the one that `train` uses. On a CPU, `train` may also distribute the packs among processes.
 
     Args:
         jobs: As for `shoal.train`; the same mistakes raise the same JobError.
         device: As for `shoal.train`.
-        measure: Time a few steps on copies, alone and packed, for the gain to expect; on a GPU each pack is built and
-            captured as in training, which also says what memory it takes. Models, data and random numbers of yours
-            are left as they are.
-        memory: Bytes that may be used, or a size such as "20GB": how packs are sized then, and which jobs wait. None:
-            90 % of what is free.
+        measure: Time a few steps on copies, alone and packed, to predict the gain. On a GPU each pack is built and
+            captured as in training, which also measures its memory. Your models, data and random state are left
+            unchanged.
+        memory: Bytes that may be used, or a size such as "20GB", which decides how packs are sized and which jobs wait.
+            None means 90 % of the free memory.
         compile: As for `shoal.train`: whether compiled steps are tried too, on a GPU; that may take minutes.
     """
-    given = None if memory is None else parse_bytes(memory)
+    memory_limit = None if memory is None else parse_bytes(memory)
     chosen = pick_device(device)
-    with torch_flags(
-        chosen, 1 if chosen.type == "cpu" else None
-    ):  # as `train` plans: several threads disturb each other
-        return _explain(jobs, chosen, measure, given, compile)
+    # One thread on a CPU, as `train` plans with: several threads would disturb the timing.
+    with torch_flags(chosen, 1 if chosen.type == "cpu" else None):
+        return _explain(jobs, chosen, measure, memory_limit, compile)
 
 
 def _explain(
-    jobs: Sequence[Job], device: torch.device, measure: bool, given: int | None, compile: bool | Literal["auto"]
+    jobs: Sequence[Job], device: torch.device, measure: bool, memory_limit: int | None, compile: bool | Literal["auto"]
 ) -> Explanation:
     members = prepare(jobs, device)
-    budget = memory_budget(members[0].device, given)
+    budget = memory_budget(members[0].device, memory_limit)
     planning = PlanningContext(
         members, timed=measure, compile=compile, budget=budget, thorough=True, may_loop=True, may_share_weights=True
     )
@@ -167,14 +166,14 @@ def _explain(
 
 
 def _breakdown(part: Part, planning: PlanningContext, members: Sequence[Member]) -> dict[str, float]:
-    """What the part's memory is made of, a stack of one member padded as it is in training."""
+    """Return the components of the part's memory; a stack of one member counts its padding row, as in training."""
     rows = max(len(members), LEAST) if part.tier == "stacked" else len(members)
     each = [step_bytes(member, planning.recipes.get(member.index)) for member in members]
     return {f"{name}_bytes": rows * sum(getattr(one, name) for one in each) / len(each) for name in StepBytes._fields}
 
 
 def _advice(part: Part) -> str:
-    """Why the part runs as it does, and what to do where stacking loses."""
+    """Return why the part runs as it does, and what to do if stacking is slower."""
     if not part.loses or part.tier == "serial":
         return f"do not pack: {part.reason}" if part.loses else part.reason
     gain = part.predicted.get("gain", 0.0)
@@ -182,6 +181,7 @@ def _advice(part: Part) -> str:
 
 
 def _total(parts: list[Part], name: str) -> float | None:
+    """Return the sum of a predicted value over the parts, or None if a part lacks it."""
     values = [part.predicted.get(name) for part in parts]
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

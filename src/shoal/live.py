@@ -1,4 +1,4 @@
-"""`shoal.start`: a run in the background, which takes commands while it trains."""
+"""`shoal.start`, which trains jobs in the background and takes commands while they run."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from shoal.settings import make_settings
 from shoal.training import carry_out, result_of
 
 LONGEST = 60.0
-"""Seconds that the program's end waits for a run to be saved."""
+"""How many seconds the end of the program waits for a run to be saved."""
 
 
 class _Progress(NamedTuple):
     status: str
-    """waiting, running, or how it ended."""
+    """"waiting", "running", or how the job ended."""
     epochs: int
-    """Epochs done."""
+    """The number of completed epochs."""
     steps: int
-    """Optimizer steps done."""
+    """The number of optimizer steps taken."""
 
 
 class JobStatus(_Progress):
-    """How far a job is: a tuple (status, epochs, steps), with its latest values.
+    """The progress of a job: a tuple (status, epochs, steps), with its latest values.
 
     >>> status = JobStatus("running", 2, 14, {"loss": 0.5})
     >>> status.epochs, status.values["loss"], status == ("running", 2, 14)
@@ -48,12 +48,13 @@ class JobStatus(_Progress):
     """
 
     values: Mapping[str, float]
-    """The latest of each number in its history: loss, val_loss, metrics, logs, lr; empty before its first epoch."""
+    """The latest value of each column in the history: loss, val_loss, metrics, logs, lr; empty before the first
+    epoch."""
 
     def __new__(cls, status: str, epochs: int, steps: int, values: Mapping[str, float] | None = None) -> Self:
-        made = super().__new__(cls, status, epochs, steps)
-        made.values = dict(values or {})
-        return made
+        job_status = super().__new__(cls, status, epochs, steps)
+        job_status.values = dict(values or {})
+        return job_status
 
     def __repr__(self) -> str:
         return f"JobStatus({self.status!r}, epochs={self.epochs}, steps={self.steps}, values={self.values})"
@@ -78,12 +79,12 @@ def start(
     events: Any = None,
     keep_open: bool = False,
 ) -> LiveRun:
-    """Begin to train these jobs in a thread of this process, and come back at once.
+    """Start training these jobs in a thread of this process, and return at once.
 
     Settings are those of `shoal.train`. Commands to the run are carried out between two of its steps.
 
     Args:
-        keep_open: When all jobs have ended, wait for more, until `wait` is called; otherwise the run ends with them.
+        keep_open: When all jobs have ended, wait for more jobs until `wait` is called; otherwise the run ends.
 
     Examples:
         >>> run = shoal.start(jobs)
@@ -91,12 +92,12 @@ def start(
         >>> results = run.wait()
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
-    more = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}
-    return LiveRun(jobs, settings, more, keep_open=keep_open)
+    options = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}
+    return LiveRun(jobs, settings, options, keep_open=keep_open)
 
 
 class LiveRun:
-    """A run under way. Jobs are called by their names."""
+    """A run in the background. Its methods refer to jobs by name."""
 
     def __init__(self, jobs: Sequence[Job], settings: Any, more: dict[str, Any], *, keep_open: bool = False) -> None:
         self._controls = Controls(keep_open=keep_open, live=self)
@@ -104,10 +105,10 @@ class LiveRun:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._go, args=(jobs, settings, more), name="shoal", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)  # a thread that is in the middle of a step when Python goes would take it down
+        atexit.register(self._interrupt_at_exit)  # Python would crash if it exited in the middle of a step
 
-    def _leave(self) -> None:
-        """The program ends: so does the run, saved where it has a folder."""
+    def _interrupt_at_exit(self) -> None:
+        """Interrupt the run when the program ends; a run with a folder is saved there."""
         self._controls.give(lambda run: run.interrupt())
         self._thread.join(LONGEST)
 
@@ -118,22 +119,24 @@ class LiveRun:
             self._error = error
         finally:
             self._controls.close()
-            atexit.unregister(self._leave)
+            atexit.unregister(self._interrupt_at_exit)
 
     @property
     def running(self) -> bool:
-        """Whether it is still at work."""
+        """Whether the run has not ended yet."""
         return self._thread.is_alive()
 
     # --- how far it is ------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> Results:
-        """The results, once all jobs have ended; jobs that were added come last, in the order they came.
+        """Wait until all jobs have ended, and return the results; jobs that were added come last, in order of their
+        addition.
 
-        TimeoutError where it takes longer; the run continues then. Raises what the run raised. Ctrl-C ends the run,
-        saved where it has a folder. A run that was started with `keep_open` ends when its jobs have, from here on.
+        Raises TimeoutError after `timeout` seconds, while the run continues, and any error that the run raised. Ctrl-C
+        ends the run, which is saved if it has a folder. After this call, a run started with `keep_open` ends with its
+        jobs.
         """
-        self._refuse_inside("wait()")
+        self._refuse_in_run_thread("wait()")
         self._controls.finish()
         with self._ended_by_ctrl_c():
             self._thread.join(timeout)
@@ -150,6 +153,7 @@ class LiveRun:
 
     @contextmanager
     def _ended_by_ctrl_c(self) -> Iterator[None]:
+        """Interrupt the run and wait for its end if Ctrl-C is pressed inside this context."""
         try:
             yield
         except KeyboardInterrupt:
@@ -158,44 +162,45 @@ class LiveRun:
             raise
 
     def as_completed(self, timeout: float | None = None) -> Iterator[Result]:
-        """Give the results as jobs end, those that had ended first; jobs that are added meanwhile are among them.
+        """Yield the results as jobs end, beginning with jobs that ended already; jobs added meanwhile are included.
 
-        It is over when all jobs have ended. A result's network and optimizer state are copies, as the job ended.
-        TimeoutError where it is not over so many seconds after this call. Ctrl-C and errors of the run as in `wait`.
+        The iteration ends when all jobs have ended. A result's network and optimizer state are copies. Raises
+        TimeoutError if jobs are left `timeout` seconds after this call. Ctrl-C and errors of the run have the same
+        effect as in `wait`.
         """
-        self._refuse_inside("as_completed()")
+        self._refuse_in_run_thread("as_completed()")
         return self._completed(timeout, None if timeout is None else time.monotonic() + timeout)
 
     def _completed(self, timeout: float | None, deadline: float | None) -> Iterator[Result]:
-        given: set[str] = set()
+        yielded: set[str] = set()
 
-        def left() -> float | None:
+        def seconds_left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
         while True:
             num_ends = self._controls.num_ends
             try:
                 with self._ended_by_ctrl_c():
-                    ended, num_left = self._controls.give(partial(_results_without, given)).result(left())
+                    ended, num_left = self._controls.give(partial(_results_without, yielded)).result(seconds_left())
             except EndedError:
-                ended, num_left = [result for result in self._all_results() if result.name not in given], 0
+                ended, num_left = [result for result in self._all_results() if result.name not in yielded], 0
             except TimeoutError:
-                raise _too_long(timeout) from None
+                raise _timeout_error(timeout) from None
             for result in ended:
-                given.add(result.name)
+                yielded.add(result.name)
                 yield result
             if ended:
                 continue  # the caller may have added jobs meanwhile
             if not num_left:
                 return
             with self._ended_by_ctrl_c():
-                if not self._controls.wait_for_an_end(num_ends, left()):
-                    raise _too_long(timeout)
+                if not self._controls.wait_for_an_end(num_ends, seconds_left()):
+                    raise _timeout_error(timeout)
 
     def status(self) -> dict[str, JobStatus]:
-        """Every job's status ("waiting", "running", or how it ended), epochs and steps; in `values` its latest loss,
-        val_loss, metrics and logs."""
-        if self._inside:
+        """Return every job's status ("waiting", "running", or how it ended), epochs and steps, and in `values` its
+        latest loss, val_loss, metrics and logs."""
+        if self._in_run_thread:
             return {} if self._controls.run is None else _status(self._controls.run)
         try:
             return self._controls.give(_status).result()  # type: ignore[no-any-return]
@@ -206,25 +211,29 @@ class LiveRun:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def stop(self, name: str) -> bool | None:
-        """End a job here: it keeps what it has become, as "stopped". False where it had ended before; None from a
-        callback or a listener, where it is done after this step."""
+        """End a job now; it keeps its weights, as "stopped".
+
+        Returns False if it had ended before, and None in a callback or a listener, where the job ends after this step.
+        """
         return self._end("stop", name, "stopped")
 
     def cancel(self, name: str) -> bool | None:
-        """Take a job out, as "cancelled". False where it had ended before; None from a callback or a listener, where it
-        is done after this step."""
+        """Remove a job from the run, as "cancelled".
+
+        Returns False if it had ended before, and None in a callback or a listener, where the job ends after this step.
+        """
         return self._end("cancel", name, "cancelled")
 
     def _end(self, what: str, name: str, status: str) -> bool | None:
         try:
             command = lambda run: bool(run.end({named(run.all_members, name).index}, status))  # noqa: E731
-            return self._order(f"{what}({name!r})", command)  # type: ignore[no-any-return]
+            return self._give_command(f"{what}({name!r})", command)  # type: ignore[no-any-return]
         except EndedError:
             named(self._all_results(), name)
             return False
 
     def add(self, job: Job, *, warm_start: str | None = None) -> None:
-        """One more job; with `warm_start`, from the weights that another job of this run has now."""
+        """Add a job to the run; with `warm_start`, it begins with the current weights of that job."""
         if not isinstance(job, Job):
             raise JobError(f"add: {type(job).__name__} is no job; pass a shoal.Job")
 
@@ -235,33 +244,37 @@ class LiveRun:
                 warm(member, run.written(source))
             add_to(run, member)
 
-        self._order(f"add({job.name!r})", add)
+        self._give_command(f"add({job.name!r})", add)
 
     def clone(self, name: str, new_name: str, **changes: Any) -> None:
-        """A copy of a job as it is now, optimizer and random state and all, that continues with some settings changed.
+        """Add a copy of a job in its current state, with optimizer and random state, that continues with some settings
+        changed.
 
-        Changes are fields of shoal.Job, all but model. hparams are put over those it has; under a schedule a new lr
-        scales all rates from here on. A new batch_size holds for the rest of this epoch's rows too; a new schedule
-        is where it would be by now; another optimizer has a fresh state; with other data the epoch begins again. Its
-        length counts from the first job's beginning.
+        Changes are fields of shoal.Job, all but model. hparams are merged into the existing ones; under a schedule, a
+        new lr scales all later rates. A new batch_size applies to the remaining rows of this epoch too; a new schedule
+        starts where it would be by now; another optimizer starts with a fresh state; with other data the epoch starts
+        again. The length counts from the beginning of the original job.
         """
         command = lambda run: add_to(run, clone_of(run, named(run.all_members, name), new_name, changes))  # noqa: E731
-        self._order(f"clone({name!r}, {new_name!r})", command)
+        self._give_command(f"clone({name!r}, {new_name!r})", command)
 
-    def _order(self, what: str, command: Callable[[Run], Any]) -> Any:
-        """Have it carried out, and wait for that; inside the run, which would wait for itself, come back at once."""
+    def _give_command(self, what: str, command: Callable[[Run], Any]) -> Any:
+        """Give the run a command and wait for its result; in the run's own thread, which would deadlock, return at
+        once."""
         answer = self._controls.give(command)
-        if not self._inside:
+        if not self._in_run_thread:
             return answer.result()
         answer.add_done_callback(partial(_warn_of_mistake, what))
         return None
 
     @property
-    def _inside(self) -> bool:
+    def _in_run_thread(self) -> bool:
+        """Whether this is the run's own thread, as in callbacks and listeners."""
         return threading.current_thread() is self._thread
 
-    def _refuse_inside(self, what: str) -> None:
-        if self._inside:
+    def _refuse_in_run_thread(self, what: str) -> None:
+        """Raise an error if this is the run's own thread."""
+        if self._in_run_thread:
             raise ShoalError(f"{what} in a callback or a listener would wait for itself; call it from another thread")
 
 
@@ -271,24 +284,25 @@ def _warn_of_mistake(what: str, answer: Future[Any]) -> None:
         warnings.warn(f"{what}, ordered by a callback or a listener, was not done: {error}", ShoalWarning, stacklevel=2)
 
 
-def _too_long(timeout: float | None) -> TimeoutError:
+def _timeout_error(timeout: float | None) -> TimeoutError:
+    """Return the error that says that jobs are left after the timeout."""
     return TimeoutError(f"not all jobs have ended after {timeout:g} seconds; the run continues")
 
 
 def _status(run: Run) -> dict[str, JobStatus]:
     states = {}
     for member in run.all_members:
-        under_way = "waiting" if member.index in run.waiting else "running"
-        said = under_way if member.status == "running" else member.status
-        states[member.name] = JobStatus(said, member.epoch, member.step, latest_values(member))
+        progress = "waiting" if member.index in run.waiting else "running"
+        status = progress if member.status == "running" else member.status
+        states[member.name] = JobStatus(status, member.epoch, member.step, latest_values(member))
     return states
 
 
 def latest_values(of: Member | Result) -> dict[str, float]:
-    """The latest of each number in a job's history; those of validations within epochs too."""
-    values, history, within = dict[str, float](), of.history, of.validations
-    if within and (not history or within[-1]["step"] > history[-1]["step"]):
-        values |= within[-1]
+    """Return the latest value of each column in a job's history, including validations within epochs."""
+    values, history, validations = dict[str, float](), of.history, of.validations
+    if validations and (not history or validations[-1]["step"] > history[-1]["step"]):
+        values |= validations[-1]
     for row in reversed(history):  # rows of epochs without a validation have fewer numbers
         values = {**row, **values}
         if of.job.val is None or "val_loss" in values:
@@ -297,14 +311,14 @@ def latest_values(of: Member | Result) -> dict[str, float]:
 
 
 def _results_without(names: set[str], run: Run) -> tuple[list[Result], int]:
-    """Results of jobs that have ended, but for those of these names; and how many are still to end."""
+    """Return the results of ended jobs whose names are not in `names`, and how many jobs have not ended."""
     ended = [member for member in run.all_members if member.status != "running"]
     new = [member for member in ended if member.name not in names]
-    return [_copied(member) for member in new], len(run.all_members) - len(ended)
+    return [_copy_result(member) for member in new], len(run.all_members) - len(ended)
 
 
-def _copied(member: Member) -> Result:
-    """A member's result, of copies: clones of this member, which may still come, begin with what it has itself."""
+def _copy_result(member: Member) -> Result:
+    """Return a member's result made of copies, since later clones of this member begin with its own tensors."""
     result = result_of(member, own_copy(member), environment(member.device))
     result.optimizer_state = copy.deepcopy(member.optimizer_state)
     result.history = [dict(row) for row in member.history]

@@ -1,6 +1,6 @@
-"""Ordinary networks of the sizes people train many of, by name in job files and by class in Python.
+"""Ordinary networks of the sizes that people train many of, by name in job files and by class in Python.
 
-Nothing here knows about packs; these are the modules a user would write.
+They know nothing about packs and are written as a user would write them.
 Shape legend: B rows of a batch, T tokens, D features, C channels, H and W height and width.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Hidden layers of ReLU, two of them by default; inputs of any shape are flattened."""
+    """A multilayer perceptron with ReLU, with two hidden layers by default; inputs of any shape are flattened."""
 
     def __init__(
         self, features: int = 784, hidden: int = 256, classes: int = 10, *, layers: int = 2, dropout: float = 0.0
@@ -55,7 +55,7 @@ class CNN(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions with batch norm, around them the identity or a 1 x 1 projection."""
+    """Two 3 x 3 convolutions with batch norm and a shortcut, which is the identity or a 1 x 1 projection."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Residual(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 as it is used on CIFAR: a 3 x 3 stem and no pooling before the stages."""
+    """ResNet-18 as it is used on CIFAR, with a 3 x 3 stem and no pooling before the stages."""
 
     def __init__(self, classes: int = 10, width: int = 64, *, channels: int = 3) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Decoder(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small decoder over bytes; every sequence has `tokens` of them."""
+    """A small decoder-only transformer over bytes, for sequences of exactly `tokens` bytes."""
 
     def __init__(
         self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, tokens: int = 128
@@ -136,7 +136,7 @@ class GPT(nn.Module):
 
 
 class LSTMClassifier(nn.Module):
-    """Reads a sequence, classifies from the last hidden state."""
+    """An LSTM that classifies a sequence by its last hidden state."""
 
     def __init__(self, features: int = 32, hidden: int = 64, classes: int = 10) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class LSTMClassifier(nn.Module):
 
 
 class Encoder(nn.Module):
-    """nn.TransformerEncoder over a short sequence, mean pooled, with dropout as it is used."""
+    """An nn.TransformerEncoder over a short sequence, with dropout and mean pooling."""
 
     def __init__(
         self,
@@ -181,4 +181,4 @@ MODELS: dict[str, type[nn.Module]] = {
     "lstm": LSTMClassifier,
     "encoder": Encoder,
 }
-"""The names that job files know."""
+"""The names that job files can use."""

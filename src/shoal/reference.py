@@ -1,29 +1,29 @@
-"""What a job means, exactly: a plain PyTorch loop. Every tier is held to it, and it is short enough to be read.
+"""The exact meaning of a job, as a plain PyTorch training loop. Every faster way to run a job must give its results.
 
-- The network is built after `torch.manual_seed(seed)` on the CPU; what it draws in training continues from there.
-  `random.seed(seed)` and `numpy.random.seed(seed)` are called before it is built, and before the first step.
-- Modules keep the mode they are built in, but a network all in eval mode is put in train mode. A `train()` method of
-  the network's own is called before each epoch and after each validation.
-- Each epoch goes through one `torch.randperm` of a generator seeded with `data_seed`; the short last batch is used too.
-- A DataLoader is iterated once an epoch, after all generators that it may draw from were seeded with a number made of
-  `data_seed` and the epoch; the training's own random stream is put back after each batch. An epoch has as many batches
-  as the loader gives. A validation iterates its loader in the same way, seeded as in epoch 0 of data_seed 0.
-- With `accumulate=k` an optimizer step follows k batches, each batch's loss divided by the number in its group.
-  Groups do not span epochs: the last group of an epoch has what is left, and is divided by that number.
-- `clip_norm` and `clip_value` are over all of the model's parameters, after accumulation, and (fp16) after unscaling.
+- The network is built on the CPU after `torch.manual_seed(seed)`; the random numbers of training continue from there.
+  `random.seed(seed)` and `numpy.random.seed(seed)` are called before it is built and again before the first step.
+- Modules keep the mode that they are built in, but a network that is entirely in eval mode is put in train mode. If the
+  network overrides `train()`, that method is called before each epoch and after each validation.
+- Each epoch follows one `torch.randperm` from a generator seeded with `data_seed`; a shorter last batch is used too.
+- A DataLoader is iterated once per epoch. Before that, all generators that it may draw from are seeded with a number
+  made from `data_seed` and the epoch; after each batch, the random state of the training is restored. An epoch has as
+  many batches as the loader yields. Validation iterates its loader likewise, seeded as for epoch 0 of data_seed 0.
+- With `accumulate=k`, an optimizer step follows every k batches, and each loss is divided by the size of its group.
+  Groups do not span epochs: the last group of an epoch has the remaining batches, and divides by their number.
+- `clip_norm` and `clip_value` apply to all parameters of the model, after accumulation and, for fp16, after unscaling.
 - A schedule `step -> factor` sets the learning rate of step t (the first is 0) to base * factor(t); with
-  `schedule_every="epoch"` t counts whole epochs. A scheduler is stepped after every optimizer step, or after every
-  whole epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
-- Validation is in eval mode, without gradients, and takes nothing from the training's random stream. val_loss is the
-  mean of batch losses weighted by rows. A job's own `step` validates it too. What calls autograd itself has gradients.
-- With `average`, torch's AveragedModel is updated after optimizer steps, before the schedule moves. From its first
-  update on, validation, the best weights and the result have the averaged weights; training never sees them. Weights
-  that are not trained, and buffers (without `use_buffers`), are the network's own.
-- An optimizer with train() and eval() is in train mode in training, and in eval mode for validation, the best weights
-  and the result. After validation the weights in training are put back bit for bit; train() alone would round.
-- A non-finite loss ends the job as diverged, with weights, buffers and optimizer state from before that batch.
-- An exception ends the job as failed: from its data, step or optimizer with buffers from before that batch, whose step
-  is not counted; from its schedule after the step, which is.
+  `schedule_every="epoch"`, t counts complete epochs. A scheduler is stepped after every optimizer step, or after every
+  complete epoch; ReduceLROnPlateau gets the watched value, in epochs that measured it. A step that fp16 skips counts.
+- Validation runs in eval mode, without gradients unless the code calls autograd itself, and leaves the random state of
+  the training alone. val_loss is the mean of batch losses, weighted by rows. A job's own `step` validates it too.
+- With `average`, torch's AveragedModel is updated after optimizer steps, before the schedule. From its first update on,
+  validation, the best weights and the result use the averaged weights; training never does. Weights that are not
+  trained, and buffers (without `use_buffers`), are those of the network.
+- An optimizer with train() and eval() methods is in eval mode for validation, the best weights and the result. After
+  validation, the training weights are restored bit for bit, because its train() alone would round them.
+- A non-finite loss ends the job as diverged; weights, buffers and optimizer state are those from before that batch.
+- An exception ends the job as failed. If data, step or optimizer raised it, buffers are those from before that batch,
+  and its step is not counted; if the schedule raised it, the step is counted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from shoal.utils.weights import load_weights
 
 @dataclass(slots=True, eq=False)
 class Training:
-    """All that the loop carries along."""
+    """The state of one plain training loop."""
 
     job: Job
     device: torch.device
@@ -78,16 +78,16 @@ class Training:
     step: int = 0
     epoch: int = 0
     losses: list[float] = field(default_factory=list)
-    """The loss of every batch."""
+    """The loss of every batch so far."""
     groups: list[int] = field(default_factory=list)
-    """How many batches each step had."""
+    """The number of batches in each optimizer step."""
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Rows, loss and logs of every batch in this epoch."""
+    """For every batch of the current epoch: its number of rows, and its loss and logs."""
     rate: float = float("nan")
     """The learning rate of the first parameter group at the last step."""
     history: list[dict[str, float]] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
-    """Those within epochs."""
+    """The results of validations within epochs."""
     best: dict[str, Tensor] | None = None
     status: str = "running"
     error: str | None = None
@@ -98,7 +98,7 @@ class Training:
 
 
 def solo(job: Job, device: str | torch.device = "cpu") -> Result:
-    """Train one job by the plain loop."""
+    """Train one job alone with the plain loop and return its result."""
     state = train_alone(job, torch.device(device))
     names = {id(p): name for name, p in state.model.named_parameters() if p.requires_grad}
     trained = {names[id(p)]: value.cpu() for p, value in _take_evaluation_weights(state) if id(p) in names}
@@ -113,7 +113,7 @@ def solo(job: Job, device: str | torch.device = "cpu") -> Result:
 
 
 def train_alone(job: Job, device: torch.device, until: int | None = None, validate: bool = True) -> Training:
-    """The plain loop, to its end or through so many steps."""
+    """Run the plain loop until the job ends, or only for its first `until` optimizer steps."""
     pool = Pool(device)
     data = open_data(pool, job, "data")
     val = open_data(pool, job, "val") if job.val is not None else None
@@ -129,41 +129,41 @@ def train_alone(job: Job, device: torch.device, until: int | None = None, valida
         try:
             while state.status == "running" and not state.finished():
                 enter_train_mode(model, built_in_eval)
-                whole = _epoch(state, data, order, until, val if validate else None)
+                complete = _epoch(state, data, order, until, val if validate else None)
                 if state.status == "running" and validate:
-                    _end_of_epoch(state, val, whole)
+                    _end_of_epoch(state, val, complete)
                 elif state.status == "running":
                     state.epoch += 1
         finally:
-            data.source.close()  # a loader's workers
+            data.source.close()  # ends the worker processes of a DataLoader
         state.status = "done" if state.status == "running" else state.status
     return state
 
 
 def steps_per_epoch(job: Job, data: View) -> int:
-    """Optimizer steps in one epoch; 0 where the data does not say how many batches it has."""
+    """Return the number of optimizer steps in one epoch, or 0 if the data does not say how many batches it has."""
     n = len(data)
     batches = n if data.source.batched else n // job.batch_size if job.drop_last else -(-n // job.batch_size)
     return -(-batches // job.accumulate)
 
 
 _Read = Callable[[], tuple[Any, int]]
-"""Reads a batch: it, and how many rows it has."""
+"""A function that reads the next batch and returns it with its number of rows."""
 
 
 def _groups(state: Training, data: View, order: torch.Generator) -> Iterator[tuple[list[_Read], bool]]:
-    """An epoch's batches, in groups of an optimizer step each; whether a group is the last."""
+    """Yield the batches of each optimizer step in an epoch, and whether that step is the last one."""
     job, n, k, source = state.job, len(data), state.job.accumulate, data.source
     if isinstance(source, LoaderSource):
         reader = source.read(job.order_seed, state.epoch)
-        while there := reader.count(k + 1):
-            yield [partial(_next_batch, reader)] * min(k, there), there <= k
+        while num_ready := reader.count(k + 1):
+            yield [partial(_next_batch, reader)] * min(k, num_ready), num_ready <= k
         return
     rows = torch.randperm(n, generator=order) if job.shuffle else torch.arange(n)
     batches = [b for b in torch.split(rows, job.batch_size) if len(b) == job.batch_size or not job.drop_last]
     for start in range(0, len(batches), k):
-        taken: list[_Read] = [partial(_take, state, data, rows) for rows in batches[start : start + k]]
-        yield taken, start + k >= len(batches)
+        reads: list[_Read] = [partial(_take, state, data, rows) for rows in batches[start : start + k]]
+        yield reads, start + k >= len(batches)
 
 
 def _next_batch(reader: Iterator[Any]) -> tuple[Any, int]:
@@ -176,7 +176,7 @@ def _take(state: Training, data: View, rows: Tensor) -> tuple[Any, int]:
 
 
 def _epoch(state: Training, data: View, order: torch.Generator, until: int | None, val: View | None) -> bool:
-    """One epoch, or as much of it as the job's steps allow; whether it was a whole one."""
+    """Train for one epoch, or until the job has all its steps, and return whether the epoch is complete."""
     job = state.job
     state.records = []
     for group, last in _groups(state, data, order):
@@ -188,14 +188,14 @@ def _epoch(state: Training, data: View, order: torch.Generator, until: int | Non
         state.groups.append(len(group))
         _step(state, group)
         if state.status == "running" and val is not None and not last:
-            _within_epoch(state, val)
+            _validate_within_epoch(state, val)
         if state.status != "running":
             return False
     return True
 
 
-def _within_epoch(state: Training, val: View) -> None:
-    """A validation in the middle of an epoch, where it is due: best weights, early stop."""
+def _validate_within_epoch(state: Training, val: View) -> None:
+    """Validate within an epoch if `val_every_steps` says so, and update the best weights and the early stopping."""
     job = state.job
     if job.val_every_steps is None or state.step % job.val_every_steps or state.finished():
         return
@@ -217,18 +217,18 @@ def _copied(state: Training) -> dict[str, Any]:
 
 
 def _step(state: Training, group: list[_Read]) -> None:
-    """One optimizer step over a group of batches."""
+    """Take one optimizer step over a group of batches."""
     job, model, optimizer = state.job, state.model, state.optimizer
     optimizer.zero_grad()
-    model.zero_grad()  # parameters that the optimizer does not have
+    model.zero_grad()  # also parameters that the optimizer does not have
     for number_in_group, read in enumerate(group, 1):
-        before = [(module, name, b, b.clone()) for module, name, b in _buffers(model)]
+        saved_buffers = [(module, name, b, b.clone()) for module, name, b in _buffers(model)]
         try:
             batch, rows = read()
             with _drawing(state):
                 with autocast(job, state.device):
                     loss, logs = run_step(job, model, batch)
-                if torch.isfinite(loss) and not needs_closure(optimizer):  # checkpointing draws again in here
+                if torch.isfinite(loss) and not needs_closure(optimizer):  # backward may draw again (checkpointing)
                     mean = loss / len(group) if len(group) > 1 else loss
                     (mean if state.scaler is None else state.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
             if not torch.isfinite(loss):
@@ -240,7 +240,7 @@ def _step(state: Training, group: list[_Read]) -> None:
         except Exception as error:
             state.status, state.error = "failed", describe(error)
         if state.status != "running":
-            for module, name, buffer, value in before:
+            for module, name, buffer, value in saved_buffers:
                 module._buffers[name] = buffer.copy_(value) if buffer.shape == value.shape else value
             return
         state.losses.append(number(loss))
@@ -257,11 +257,11 @@ def _update_average(state: Training) -> None:
     if rule is None or not is_due(rule, state.step, state.steps_per_epoch):
         return
     if state.average is None:
-        torchs: Any = get_ema_multi_avg_fn(rule.decay) if isinstance(rule, EMA) else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        torch_average: Any = get_ema_multi_avg_fn(rule.decay) if isinstance(rule, EMA) else get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
 
         def update(averages: Any, values: Any, count: Any) -> None:
-            if averages[0].is_floating_point() or averages[0].is_complex():  # of whole numbers there is no mean
-                torchs(averages, values, int(count))  # of a tensor, torch would round 1 / (count + 1) to float32
+            if averages[0].is_floating_point() or averages[0].is_complex():  # integers have no mean
+                torch_average(averages, values, int(count))  # a tensor's 1 / (count + 1) would be rounded to float32
 
         state.average = AveragedModel(state.model, multi_avg_fn=update, use_buffers=rule.use_buffers)
     state.average.update_parameters(state.model)
@@ -269,10 +269,10 @@ def _update_average(state: Training) -> None:
 
 @torch.no_grad()
 def _take_evaluation_weights(state: Training) -> list[tuple[Tensor, Tensor]]:
-    """Put the weights that validation uses into the network; which tensors have others now, and what they were."""
-    before: list[tuple[Tensor, Tensor]] = []
+    """Load the weights that validation uses into the network, and return the replaced tensors with their old values."""
+    replaced: list[tuple[Tensor, Tensor]] = []
     if has_modes(state.optimizer):
-        before = [(p, p.clone()) for p in state.model.parameters()]
+        replaced = [(p, p.clone()) for p in state.model.parameters()]
         set_mode(state.optimizer, "eval")
     elif (average := state.average) is not None:
         trained = zip(state.model.parameters(), average.module.parameters(), strict=True)
@@ -280,23 +280,23 @@ def _take_evaluation_weights(state: Training) -> list[tuple[Tensor, Tensor]]:
         if average.use_buffers:
             pairs += zip(state.model.buffers(), average.module.buffers(), strict=True)
         pairs = [(tensor, value) for tensor, value in pairs if tensor.is_floating_point() or tensor.is_complex()]
-        before = [(tensor, tensor.clone()) for tensor, _ in pairs]
+        replaced = [(tensor, tensor.clone()) for tensor, _ in pairs]
         for tensor, value in pairs:
             tensor.copy_(value)
-    return before
+    return replaced
 
 
 @contextmanager
 def _evaluation_weights(state: Training) -> Iterator[None]:
-    """Inside, the network has the weights that validation uses; after, those in training again."""
-    before = _take_evaluation_weights(state)
+    """Give the network the weights that validation uses, and on exit its training weights again."""
+    replaced = _take_evaluation_weights(state)
     try:
         yield
     finally:
         if has_modes(state.optimizer):
             set_mode(state.optimizer, "train")
         with torch.no_grad():
-            for tensor, value in before:
+            for tensor, value in replaced:
                 tensor.copy_(value)
 
 
@@ -309,15 +309,15 @@ def _move_schedule(state: Training, *metric: float) -> None:
 
 @contextmanager
 def _drawing(state: Training) -> Iterator[None]:
-    """On a GPU random calls are counted: a draw is a function of (seed, batches so far, call, element)."""
+    """Number the random calls on a GPU, where each draw is a function of (seed, batches so far, call, element)."""
     with nullcontext() if state.device.type == "cpu" else counted(state.job.seed, state.device) as mode:
         if mode is not None:
             mode.begin(len(state.losses))
         yield
 
 
-def _end_of_epoch(state: Training, val: View | None, whole: bool) -> None:
-    """The history's row, validation, the epoch's schedule, best weights, early stop."""
+def _end_of_epoch(state: Training, val: View | None, complete: bool) -> None:
+    """Validate, extend the history, step the epoch's schedule, and update the best weights and the early stopping."""
     job = state.job
     state.epoch += 1
     total = sum(rows for rows, _ in state.records)
@@ -339,7 +339,7 @@ def _end_of_epoch(state: Training, val: View | None, whole: bool) -> None:
     best, stop = state.monitor.see(row)
     if best and job.keep == "best":
         state.best = _copied(state)
-    if whole and state.schedule is not None and job.schedule_every == "epoch":
+    if complete and state.schedule is not None and job.schedule_every == "epoch":
         if not isinstance(state.schedule, ReduceLROnPlateau):
             _move_schedule(state)
         elif value is not None:
@@ -350,8 +350,8 @@ def _end_of_epoch(state: Training, val: View | None, whole: bool) -> None:
 
 def _validate(state: Training, val: View) -> dict[str, float]:
     job, model, sheet = state.job, state.model, Sheet(state.job)
-    alone = torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else [])
-    with alone, restored(), _evaluation_weights(state), evaluating(model), autocast(job, state.device):
+    forked = torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else [])
+    with forked, restored(), _evaluation_weights(state), evaluating(model), autocast(job, state.device):
         for batch in val.feed(job.batch_size):
             sheet.add(model, batch)
         return sheet.values()
@@ -370,17 +370,17 @@ def _apply(state: Training) -> None:
 
 
 def _closure_step(state: Training, batch: Any, loss: Tensor) -> None:
-    """LBFGS and its like evaluate the loss as often as they want; the first evaluation is the one already made."""
-    ready = [loss]
+    """Step an optimizer such as LBFGS, which may evaluate the loss several times; its first evaluation is `loss`."""
+    evaluated = [loss]
 
     def closure() -> Tensor:
         state.optimizer.zero_grad()
         state.model.zero_grad()
         with autocast(state.job, state.device):
-            again = ready.pop() if ready else run_step(state.job, state.model, batch)[0]
-        again.backward()  # type: ignore[no-untyped-call]
+            new_loss = evaluated.pop() if evaluated else run_step(state.job, state.model, batch)[0]
+        new_loss.backward()  # type: ignore[no-untyped-call]
         _clip(state)
-        return again
+        return new_loss
 
     state.optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -393,7 +393,7 @@ def _clip(state: Training) -> None:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Every buffer with the module that has it: a step may put another tensor in its place."""
+    """Yield every buffer with the module that holds it, since a step may replace the buffer by another tensor."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not nn.parameter.is_lazy(buffer):

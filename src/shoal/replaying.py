@@ -1,4 +1,4 @@
-"""shoal.replay: a stretch of one job's training, alone, for a debugger."""
+"""`shoal.replay` trains one job alone for some steps, so that a debugger can look at them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shoal.reference import train_alone
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A stretch of one job's training, alone."""
+    """The losses and the final state of some steps of one job, trained alone."""
 
     from_step: int
     losses: list[float]
-    """The mean batch loss of each step in the stretch."""
+    """The mean batch loss of each step, beginning with step `from_step`."""
     model: nn.Module
-    """As it is after the last step of the stretch."""
+    """The network after the last of these steps."""
     optimizer_state: dict[str, Any]
     status: str
     error: str | None
 
 
 def replay(job: Job, *, from_step: int = 0, steps: int | None = None, device: str | torch.device = "cpu") -> Replay:
-    """For debugging: train one job alone by the plain loop, up to `from_step` + `steps`, and show that stretch.
+    """Train one job alone with the plain loop for `from_step` + `steps` steps, and return the last `steps` of them.
 
-    A debugger, or prints in the model, then see exactly what the member saw in its pack.
+    This is for debugging: a debugger, or prints in the model, see exactly what the job computes in a pack.
     """
     if from_step < 0 or (steps is not None and steps < 1):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What comes out: one result per job, in the order of the jobs."""
+"""The results of a run: one per job, in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from shoal.evaluation import Ensemble, Evaluation
 
 MOST_ERRORS = 10
-"""Errors shown below a table."""
+"""How many errors are shown below a table."""
 NOT_VALUES = ("epoch", "step", "seconds")
-"""Columns of a history that say when, not what."""
+"""Columns of a history that tell when a row was made, not what was measured."""
 
 
 class StoredWeights(Protocol):
-    """Weights that are in a file."""
+    """Weights that are stored in a file."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,54 +47,54 @@ class StoredWeights(Protocol):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Result:
-    """What came of one job."""
+    """The outcome of one job: its trained network, history and status."""
 
     name: str
     job: Job
-    """The job; of a result that was read from a folder, its plain settings alone."""
+    """The job; in a result that was read from a folder, only its plain settings."""
     model: nn.Module
-    """The user's own class, in eval mode, on the CPU; `Results.to` moves it."""
+    """The trained network, an instance of the user's class, in eval mode and on the CPU; `Results.to` moves it."""
     history: list[dict[str, float]]
-    """One row an epoch: epoch, step, loss, a step's logs, val_loss, metrics, lr, seconds."""
+    """One row per epoch: epoch, step, loss, the step's logs, val_loss, metrics, lr, seconds."""
     validations: list[dict[str, float]] = field(default_factory=list)
-    """Validations within epochs, where `val_every_steps` is set: epoch (the one under way), step, val_loss, metrics."""
+    """Validations within epochs, if `val_every_steps` is set: the current epoch, step, val_loss, metrics."""
     status: str
     """done, stopped (early), diverged, failed or cancelled; in a folder that was read also unfinished or running."""
     tier: str
-    """How it was run: stacked, streams or serial."""
+    """How the job was run: stacked, streams or serial."""
     error: str | None = None
-    """Why it diverged or failed, in one line."""
+    """Why the job diverged or failed, in one line."""
     optimizer_state: dict[str, Any] = field(default_factory=dict)
-    """As from the optimizer's own state_dict()."""
+    """The optimizer's state_dict()."""
     seconds: float = 0.0
     """This job's share of the time."""
     environment: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
-    """Optimizer steps done."""
+    """The number of optimizer steps taken."""
     split: Any = None
-    """What a split did and cost: a `shoal.split.SplitReport` (in a folder that was read: its numbers as a dict); None
-    where the job was trained as one."""
+    """The report of a split, a `shoal.split.SplitReport` (as a dict if it was read from a folder); None if there was
+    no split."""
     training_weights: dict[str, Tensor] = field(default_factory=dict)
-    """By name, the weights as training left them, where `model` has others: an average, or those of an optimizer's eval
-    mode. Empty elsewhere."""
+    """The weights as training left them, by name, if `model` has different ones: averages, or those of an
+    optimizer's eval mode. Empty otherwise."""
     stored: StoredWeights | None = None
-    """Where the weights are, of a result that was read from a folder."""
+    """Where the weights are stored, if the result was read from a folder."""
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What is read from a folder when it is first asked for: the network, weights as training left them."""
+            """Read the network or the training weights from the folder when they are first used."""
             if name not in ("model", "training_weights") or self.stored is None:
                 raise AttributeError(f"a result has no {name!r}")
             try:
                 setattr(self, name, getattr(self.stored, name)())
-            except AttributeError as error:  # Python would take it for a missing attribute, and hide why
+            except AttributeError as error:  # Python would treat it as a missing attribute
                 raise ShoalError(str(error)) from error
             return getattr(self, name)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """For pickle: all but what cannot be pickled of the job, and its data."""
-        with suppress(ShoalError):  # one that was read from a folder may have no network
+        """Return the state for pickle, without the job's data and what else of the job cannot be pickled."""
+        with suppress(ShoalError):  # reading it from a folder may fail
             _ = self.model
         values = self._values()
         return None, values | ({"job": without_unpicklable(self.job)} if isinstance(self.job, Job) else {})
@@ -103,11 +103,11 @@ class Result:
         return _result_with(self._values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Result:
-        memo |= {id(shared): shared for shared in (self.job, self.stored)}  # what it came from is not copied
+        memo |= {id(shared): shared for shared in (self.job, self.stored)}  # job and files are shared
         return _result_with(copy.deepcopy(self._values(), memo))
 
     def _values(self) -> dict[str, Any]:
-        """All fields, but those that have not been read from a folder yet."""
+        """Return all fields except those that have not been read from the folder yet."""
         values = {}
         for each in fields(self):
             with suppress(AttributeError):
@@ -118,13 +118,13 @@ class Result:
         return f"Result({self.name!r}, {self.status}, {self.steps} steps)"
 
     def last(self, metric: str) -> float | None:
-        """The last value of a column of the history, or of a validation within an epoch."""
+        """Return the last value of a column of the history, or of a validation within an epoch."""
         rows = in_order(self.history, self.validations)
         return next((row[metric] for row in reversed(rows) if metric in row), None)
 
     def value(self, metric: str) -> float | None:
-        """A column of the history as it was at the weights that `model` has: its best epoch with keep="best", else its
-        last."""
+        """Return a history column's value for the weights that `model` has: at the best epoch with keep="best", else
+        the last."""
         if self.job.keep != "best":
             return self.last(metric)
         return self.values.get(metric)
@@ -136,17 +136,16 @@ class Result:
 
     @property
     def best_epoch(self) -> int | None:
-        """The epoch that was best by what the job's `stop` watches (without one: the smallest val_loss, or loss)."""
+        """The best epoch by the metric that the job's `stop` watches, or else by the smallest val_loss or loss."""
         row = best_row(self.job, in_order(self.history, self.validations))
         return None if row is None else int(row["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, as from the model's own state_dict(). Of a result that was read from a folder: from its file,
-        without the network's code."""
+        """Return the model's state_dict(). If the result was read from a folder, no code of the network is needed."""
         return self.model.state_dict() if self.stored is None else self.stored.state_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the weights, as plain data."""
+        """Return everything but the weights as plain data."""
         split = self.split if isinstance(self.split, Mapping | None) else self.split.to_dict()
         return {
             "name": self.name,
@@ -166,7 +165,8 @@ class Result:
         }
 
     def to_record(self) -> dict[str, Any]:
-        """One flat row for a table: the name, how it ended, config and hyper-parameters, values of its weights."""
+        """Return one flat row for a table: name, status, config, hyper-parameters, and the values of the kept
+        weights."""
         settings = {**self.job.config, **self.job.hparams}
         values = {name: value for name, value in self.values.items() if name not in (*NOT_VALUES, *settings)}
         return {
@@ -184,12 +184,12 @@ def _result_with(values: Mapping[str, Any]) -> Result:
 
 
 class Results(Sequence[Result]):
-    """The results of a list of jobs, in its order."""
+    """The results of a list of jobs, in the order of the list."""
 
     plan: Plan | None = None
-    """Which jobs ran together, what that should have cost and what it did; None where nothing had to be trained."""
+    """Which jobs ran together, with predicted and measured costs; None if nothing had to be trained."""
     running: float = 0.0
-    """Members that ran at the same time, on average."""
+    """The average number of members that ran at the same time."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self._results = list(results)
@@ -202,7 +202,7 @@ class Results(Sequence[Result]):
     @overload
     def __getitem__(self, index: slice) -> Results: ...
     def __getitem__(self, index: int | str | slice) -> Result | Results:
-        """A result by its place or by its job's name; several by a slice."""
+        """Return the result at an index or of the job with this name, or several results for a slice."""
         if isinstance(index, str):
             return named(self._results, index)
         return Results(self._results[index]) if isinstance(index, slice) else self._results[index]
@@ -215,16 +215,16 @@ class Results(Sequence[Result]):
         return f"Results({len(self)}: {', '.join(f'{n} {status}' for status, n in counts.items())})"
 
     def columns(self) -> list[str]:
-        """Names in the histories, in order of appearance."""
+        """Return the column names of all histories, in order of appearance."""
         return list(dict.fromkeys(name for result in self for row in result.history for name in row))
 
     def best(self, metric: str = "val_loss", mode: Literal["min", "max"] | None = None) -> Result:
-        """The result with the best `metric`, at the weights that each one has.
+        """Return the result with the best `metric`, each measured at the weights that the result has.
 
         Args:
             metric: A column of the histories.
-            mode: Which way is better. None: as the jobs' own `stop` says that watches this metric, else as its name
-                does: small for a loss or an error, large for an accuracy or a score.
+            mode: Which direction is better. None takes it from the jobs' `stop` if that watches this metric, else from
+                the name: "min" for a loss or an error, "max" for an accuracy or a score.
         """
         scores = [(result.value(metric), result) for result in self]
         known = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
@@ -239,38 +239,38 @@ class Results(Sequence[Result]):
             return mode
         if mode is not None:
             raise ValueError(f"mode is {mode!r}; it says which way is better: use 'min' or 'max'")
-        said = {r.job.stop.mode for r in self if r.job.stop is not None and r.job.stop.metric == metric}
-        known = said.pop() if len(said) == 1 else direction(metric)
-        if known is None:
+        modes = {r.job.stop.mode for r in self if r.job.stop is not None and r.job.stop.metric == metric}
+        chosen = modes.pop() if len(modes) == 1 else direction(metric)
+        if chosen is None:
             raise ValueError(f"the name {metric!r} does not say which way is better; set mode='min' or mode='max'")
-        return known
+        return chosen
 
     def table(self) -> str:
-        """The results as text, one line each, and below it why some of them failed or diverged. Values are those at
-        the weights that each result has.
+        """Return the results as text, one line each, followed by the errors of jobs that failed or diverged.
 
-        With lines and colour where rich is installed and this is a terminal.
+        Values are those of the weights that each result has. Uses lines and colour in a terminal if rich is installed.
         """
         names = [name for name in self.columns() if name not in NOT_VALUES]
-        noted = list(dict.fromkeys(key for r in self for key in r.job.config))
+        config_names = list(dict.fromkeys(key for r in self for key in r.job.config))
         epochs = [len(r.history) if r.split is None else None for r in self]  # the rows of a split are rounds
         best = [r.best_epoch if count is not None else None for r, count in zip(self, epochs, strict=True)]
-        shown = ["best_epoch"] if best != epochs and any(best) else []
-        head = ["name", "status", "tier", *noted, "epochs", "steps", *names, *shown, "seconds"]
+        best_column = ["best_epoch"] if best != epochs and any(best) else []
+        head = ["name", "status", "tier", *config_names, "epochs", "steps", *names, *best_column, "seconds"]
         rows = [
             [
-                r.name, r.status, r.tier, *(_text(r.job.config.get(key)) for key in noted),
-                "" if count is None else str(count), str(r.steps), *(_text(r.value(n)) for n in names),
-                *([_text(epoch)] if shown else []), f"{r.seconds:.2f}",
+                r.name, r.status, r.tier, *(_format_cell(r.job.config.get(key)) for key in config_names),
+                "" if count is None else str(count), str(r.steps), *(_format_cell(r.value(n)) for n in names),
+                *([_format_cell(epoch)] if best_column else []), f"{r.seconds:.2f}",
             ]
             for r, count, epoch in zip(self, epochs, best, strict=True)
         ]  # fmt: skip
-        wrong = [f"{r.name}: {r.error}" for r in self if r.error]
-        more = [f"... and {len(wrong) - MOST_ERRORS} more"] if len(wrong) > MOST_ERRORS else []
-        return "\n".join([render(head, rows), *([""] if wrong else []), *wrong[:MOST_ERRORS], *more])
+        errors = [f"{r.name}: {r.error}" for r in self if r.error]
+        more = [f"... and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
+        return "\n".join([render(head, rows), *([""] if errors else []), *errors[:MOST_ERRORS], *more])
 
     def plot(self, path: str | os.PathLike[str], metric: str | None = None) -> Path:
-        """Draw all learning curves into a picture; without `metric`: the loss, and val_loss where there is one."""
+        """Draw all learning curves into an image file: of `metric`, or of the loss and, if there is one, the
+        val_loss."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -291,17 +291,17 @@ class Results(Sequence[Result]):
         return Path(path)
 
     def predict(self, *inputs: Any, batch_size: int | None = None, device: str | torch.device | None = None) -> Any:
-        """Outputs of all members for the same inputs, in eval mode: [M, ...], in one stacked forward where it can be.
+        """Return the outputs of all members for the same inputs, [M, ...], in eval mode and stacked where possible.
 
         Args:
-            inputs: Tensors or arrays; a dict of them, passed by name; or a DataLoader or an IterableDataset alone.
-                Targets in a dict or a batch are left out.
-            batch_size: Rows at a time; None: all at once. A DataLoader has its own.
-            device: Where to compute; None: where the members were trained, if this machine has it. Outputs are where
-                the inputs are.
+            inputs: Tensors or arrays; a dict of them, passed by name; or only a DataLoader or an IterableDataset.
+                Targets in a dict or a batch are ignored.
+            batch_size: Rows at a time; None means all at once. A DataLoader has its own.
+            device: Where to compute; None means where the members were trained, if this machine has it. Outputs are on
+                the device of the inputs.
 
         Raises:
-            ValueError: when the members' outputs have different shapes.
+            ValueError: If the members' outputs have different shapes.
         """
         from shoal.evaluation import predict
 
@@ -315,12 +315,12 @@ class Results(Sequence[Result]):
         batch_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> Ensemble:
-        """What the members say together: their mean, the class that most of them vote for, how far they disagree.
+        """Combine the members' outputs: their mean, the class that most of them vote for, and how far they disagree.
 
         Args:
             inputs: As for `predict`, and so are `batch_size` and `device`.
-            activation: Applied to the outputs before they are combined, such as `lambda z: z.softmax(-1)` where
-                networks return logits and probabilities are to be averaged.
+            activation: Applied to the outputs before they are combined, such as `lambda z: z.softmax(-1)` to average
+                probabilities when the networks return logits.
         """
         from shoal.evaluation import combine
 
@@ -336,15 +336,15 @@ class Results(Sequence[Result]):
         batch_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> Evaluation:
-        """Loss and metrics of all members on the same data, in eval mode, in one program where it can be.
+        """Return loss and metrics of all members on the same data, in eval mode, and in one program where possible.
 
         Args:
             data: A test set, in any form that a job's `val` may have. A DataLoader is read in its own batches.
-            metrics: Name -> (outputs, targets) -> number, over all of the data; None: each job's own.
-            loss: The loss; None: each job's own loss or step. Results that were read from a folder have none.
+            metrics: Name -> (outputs, targets) -> number, over all of the data; None means each job's own.
+            loss: The loss; None means each job's own loss or step. Results that were read from a folder have none.
             collate: How items of a Dataset become a batch.
-            batch_size: Rows at a time; None: the largest of the jobs' own, at least 1,024.
-            device: Where to compute; None: where the members were trained, if this machine has it.
+            batch_size: Rows at a time; None means the largest of the jobs' own, and at least 1,024.
+            device: Where to compute; None means where the members were trained, if this machine has it.
         """
         from shoal.evaluation import LARGEST_BATCH, Evaluation, evaluate, evaluation_job
 
@@ -364,19 +364,19 @@ class Results(Sequence[Result]):
         return usable(trained) if device is None else torch.device(device)
 
     def to(self, device: str | torch.device) -> Results:
-        """Move all networks to a device; the same results."""
+        """Move all networks to a device and return these results."""
         for result in self:
             result.model.to(device)
         return self
 
     def records(self, *, history: bool = False) -> list[dict[str, Any]]:
-        """Flat rows: one for each job, or with `history` one for each epoch of each job."""
+        """Return flat rows: one for each job, or with `history` one for each epoch of each job."""
         if not history:
             return [result.to_record() for result in self]
         return [{"name": result.name, **row} for result in self for row in result.history]
 
     def to_dataframe(self, *, history: bool = False) -> Any:
-        """`records` as a pandas.DataFrame."""
+        """Return `records` as a pandas.DataFrame."""
         try:
             import pandas
         except ImportError:
@@ -384,7 +384,7 @@ class Results(Sequence[Result]):
         return pandas.DataFrame(self.records(history=history))
 
     def to_json(self) -> str:
-        """All but the weights."""
+        """Return everything but the weights as JSON."""
         return json.dumps([finite(result.to_dict()) for result in self], indent=1)
 
 
@@ -395,6 +395,6 @@ def _rows_at_once(batch_size: Any) -> int | None:
     return size
 
 
-def _text(value: float | str | None) -> str:
-    """A number in short, other values as they are."""
+def _format_cell(value: float | str | None) -> str:
+    """Format a float with four digits, and other values as they are."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

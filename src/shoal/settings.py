@@ -1,4 +1,4 @@
-"""How to train, as opposed to what: the arguments of `shoal.train`, checked and converted."""
+"""The settings that say how to train, which are arguments of `shoal.train`: their checks and conversions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shoal.utils.numpy_values import plain_int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to run, as opposed to what: nothing here changes what a job means."""
+    """How to run the jobs. No setting changes what a job means."""
 
     device: torch.device
     memory: int | None = None
-    """Bytes that may be used."""
+    """The number of bytes that may be used."""
     threads: int | None = None
     compile: bool | Literal["auto"] = "auto"
     checkpoint_every: float = 60.0
-    """Seconds."""
+    """Seconds between two checkpoints."""
     deterministic: bool = False
     policy: Policy = field(default_factory=Fifo)
 
@@ -30,7 +30,7 @@ class Settings:
 def make_settings(
     device: Any, memory: Any, threads: Any, compile: Any, checkpoint_every: Any, deterministic: Any, policy: Any
 ) -> Settings:
-    """Check and convert what `train` was given."""
+    """Check the arguments of `train` and convert them to settings."""
     threads = plain_int(threads)
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
@@ -51,7 +51,7 @@ def make_settings(
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """ "auto" is the GPU where there is one."""
+    """Return the device of this name if torch has it; "auto" is the GPU if there is one, else the CPU."""
     if device == "auto":
         device = "cuda" if torch.cuda.device_count() else "cpu"
     try:
@@ -61,7 +61,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; Shoal runs on 'cpu' and 'cuda'")
     if chosen.type == "cuda":
-        if not torch.cuda.device_count():  # asks the driver, and so leaves CUDA untouched: see `runtime.guard`
+        if not torch.cuda.device_count():  # asks the driver without initializing CUDA, see `runtime.guard`
             raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device; use 'cpu' or 'auto'")
         current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         index = current if chosen.index is None else chosen.index
@@ -72,7 +72,7 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def parse_bytes(text: int | str) -> int:
-    """A size: bytes, or a string such as "8GB" or "512 MiB"."""
+    """Return a number of bytes given as a number or as a string such as "8GB" or "512 MiB"."""
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", str(text))
@@ -86,7 +86,7 @@ def parse_bytes(text: int | str) -> int:
 
 
 def parse_seconds(text: float | str) -> float:
-    """A time: seconds, or a string such as "60s", "5m" or "1h"."""
+    """Return a number of seconds given as a number or as a string such as "60s", "5m" or "1h"."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(s|m|h|)\s*", str(text))
     try:
         seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0

@@ -1,4 +1,4 @@
-"""Contract tests for what users may write themselves, as our own tests run them. Needs no test framework."""
+"""Contract tests for classes that users may write themselves. They need no test framework."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shoal.engine.planning.queue import Admission, Queue, admit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A job as a simulated queue knows it."""
+    """A job of a simulated queue."""
 
     seconds: float
-    """How long it must run in all."""
+    """How long the job must run in total."""
     arrives: float = 0.0
     owner: str = ""
     priority: int = 0
     bytes: int = 1
     known: bool = True
-    """Whether its length is predicted."""
+    """Whether the queue knows the job's length in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class Moment:
 
     now: float
     tickets: list[Ticket]
-    """As they were before it."""
+    """The tickets before the decision."""
     admission: Admission
     after: list[Ticket]
 
     @property
     def running(self) -> list[Ticket]:
-        """Those that run after the decision."""
+        """The tickets that run after the decision."""
         return [t for t in self.after if t.running]
 
 
 def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 1.0) -> Iterator[Moment]:
-    """Decide every `tick` seconds which loads run, until all loads have had their time; bytes never exceed `room`."""
+    """Decide every `tick` seconds which loads run within `room` bytes, until all loads have run for their time."""
     if too_large := [load for load in loads if load.bytes > room]:
         raise ValueError(f"{too_large[0]} does not fit into {room} bytes; give it fewer, or more room")
     queue = Queue(policy)
@@ -52,9 +52,9 @@ def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 
         now = step * tick
         while coming and loads[coming[-1]].arrives <= now:
             queue.add(_arrival(coming[-1], loads[coming.pop()], now))
-        before = queue.tickets
+        tickets = queue.tickets
         admission = queue.admit(lambda some: sum(t.bytes for t in some) <= room, now)
-        moment = Moment(now, before, admission, queue.tickets)
+        moment = Moment(now, tickets, admission, queue.tickets)
         yield moment
         for t in moment.running:
             queue.add_device_time(t.index, tick, t.seconds - tick)
@@ -78,11 +78,11 @@ def _arrival(index: int, load: Load, now: float) -> Ticket:
 
 
 def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
-    """Raise AssertionError, in one line, where a policy breaks its contract.
+    """Raise an AssertionError, in one line, if a policy breaks its contract.
 
-    Its order holds each ticket once, is the same when it is asked again, and leaves what it was given alone. In
-    simulated queues every job ends, none waits longer than `queue.admit` promises, nothing exceeds the room, and
-    a decision holds until time has passed.
+    Its order contains each ticket once, is the same when it is asked again, and does not change its arguments. In
+    simulated queues every job ends, none waits longer than `queue.admit` promises, memory is never exceeded, and a
+    decision holds until time has passed.
     """
     assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"
     draw = random.Random(seed)
@@ -95,11 +95,11 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
 
 
 def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Load], *, room: int, tick: float) -> None:
-    """What must hold at every decision of a simulated queue, whatever the policy."""
+    """Check every decision of a simulated queue for what must hold under any policy."""
     longest = max((load.seconds for load in loads), default=0.0)
-    runner = longest if policy.slice_seconds is None else min(policy.slice_seconds, longest)
-    company: dict[tuple[int, float], int] = {}
-    """How many were there when a wait began."""
+    longest_turn = longest if policy.slice_seconds is None else min(policy.slice_seconds, longest)
+    num_present: dict[tuple[int, float], int] = {}
+    """How many jobs were there when a wait began."""
     work = sum(load.seconds + tick for load in loads) + max((load.arrives for load in loads), default=0.0)
     for moment in moments:
         now, after = moment.now, moment.after
@@ -113,8 +113,8 @@ def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Loa
         assert not after or moment.running, f"{policy.name} at {now:g} s: jobs wait and none runs"
         for t in moment.tickets:
             if not t.running:
-                n = company.setdefault((t.index, t.since), sum(u.arrived <= t.since for u in moment.tickets))
-                bound = n * (policy.patience + runner + 2 * tick)
+                n = num_present.setdefault((t.index, t.since), sum(u.arrived <= t.since for u in moment.tickets))
+                bound = n * (policy.patience + longest_turn + 2 * tick)
                 assert now - t.since <= bound, f"{policy.name} at {now:g} s: {t.name} waits longer than {bound:g} s"
         assert now <= work, f"{policy.name}: work of {work:g} s is not done after that time"
 

@@ -1,4 +1,4 @@
-"""`shoal.train`: jobs in, results out."""
+"""`shoal.train`, which trains a list of jobs and returns their results."""
 
 from __future__ import annotations
 
@@ -50,18 +50,19 @@ from shoal.utils.torch_flags import torch_flags, training_mode
 
 
 class Search(Supervisor, Protocol):
-    """Makes the members of a run, decides which of them continue, and may add others while it runs."""
+    """Creates the members of a run, decides which of them continue, and may add others while it runs."""
 
     @property
     def changed(self) -> set[str]:
-        """Names of jobs whose settings it has changed since they began."""
+        """The names of jobs whose settings the search has changed since they began."""
 
     @property
     def shareable(self) -> bool:
-        """Whether members may train in other processes: what it does to them, it does only when they have paused."""
+        """Whether members may train in other processes. That needs a search that acts on members only while they are
+        paused."""
 
     def prepare(self, device: torch.device) -> list[Member]:
-        """The members to begin with, or to resume."""
+        """Return the members that begin or resume training."""
 
 
 def train(
@@ -79,36 +80,36 @@ def train(
     events: Listener | None = None,
     placement: Any = None,
 ) -> Results:
-    """Train all jobs on one device, each exactly as if it were alone, and give their results in the same order.
+    """Train all jobs on one device, each exactly as if it were alone, and return their results in the same order.
 
     Args:
-        jobs: What to train. Mistakes that can be seen before the first step raise one JobError (a ValueError) for all.
-        device: "auto" takes the GPU where there is one; or "cpu", "cuda", "cuda:1".
-        out: A folder for the run: what the jobs are, checkpoints, histories, results and weights. The same jobs in the
-            same folder resume where they were, whatever ended the run before; more jobs, and more epochs or steps,
-            are trained on; other jobs are an error that says what differs.
-        progress: Show a table in terminals and notebooks, plain lines elsewhere; None: not elsewhere.
-        memory: Bytes that may be used, or a size such as "20GB"; None: 90 % of what is free. Jobs that do not fit
-            beside the others wait until there is room.
-        threads: Torch's intra-op threads during the run, in this process alone; None: on a CPU one, or all that torch
-            has where steps are faster so (with `out`, all of them), and long runs are shared among one process per free
-            core (SHOAL_WORKERS sets their number).
-        compile: Whether steps on a GPU may be compiled; "auto": where it pays. On a CPU they are not, and True is
-            refused.
-        checkpoint_every: Seconds between checkpoints, or a time such as "5m", where there is `out`.
-        deterministic: The same bits every time: torch's deterministic algorithms alone, and an error where there is
-            none. On a CPU with one thread (which is then the default) a job's result also has the same bits whichever
-            jobs run beside it, and no clock decides how it is run; that may cost time.
-        policy: Which jobs go first where not all can run at once: "fifo", "priority", "shortest", "round-robin",
-            "fair", or a shoal.Policy of your own.
-        callbacks: Functions of a member's view, called after each of its epochs and at its end; all then trains in
-            this process.
-        events: A function that is given each shoal.Event as it happens.
-        placement: What `shoal.place` returned: one job, trained by this process as the server and forked workers.
+        jobs: The jobs to train. Mistakes that show before the first step raise one JobError (a ValueError) for all.
+        device: "auto" takes the GPU if there is one; or "cpu", "cuda", "cuda:1".
+        out: A folder for the run: its jobs, checkpoints, histories, results and weights. The same jobs with the same
+            folder resume, however the run before ended; added jobs, epochs or steps are trained too; different jobs
+            raise an error that says what differs.
+        progress: Show a table in terminals and notebooks, and plain lines elsewhere; None shows only the table.
+        memory: Bytes that may be used, or a size such as "20GB"; None means 90 % of the free memory. Jobs that do not
+            fit beside the others wait until there is room.
+        threads: Torch's intra-op threads during the run, in this process alone. None on a CPU means one, or all of
+            torch's threads if steps are faster with them (with `out`, decided once for the run), and long runs are
+            shared among one process per free core (SHOAL_WORKERS sets their number).
+        compile: Whether steps on a GPU may be compiled; "auto" compiles where that saves time. True raises an error on
+            a CPU, where steps are never compiled.
+        checkpoint_every: Seconds between checkpoints, or a time such as "5m", if `out` is given.
+        deterministic: Give the same bits every time, with torch's deterministic algorithms only; an operation without
+            one raises an error. On a CPU with one thread (then the default) a job's bits also do not depend on the jobs
+            that run beside it, and no timing decides how it is run, which may make the run slower.
+        policy: Which jobs go first if not all can run at once: "fifo", "priority", "shortest", "round-robin", "fair",
+            or a shoal.Policy of your own.
+        callbacks: Functions that are called with a member's view after each of its epochs and at its end. All jobs
+            then train in this process.
+        events: A function that is called with each shoal.Event as it happens.
+        placement: What `shoal.place` returned, to train one job with this process as the server and forked workers.
     """
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     how: dict[str, Any] = {"out": out, "progress": progress, "callbacks": callbacks, "events": events}
-    if placement is not None:  # by name: it is built on this module
+    if placement is not None:  # imported here, since that module imports this one
         return import_module("shoal.place.training.api").train_job(jobs, placement, settings, **how)  # type: ignore[no-any-return]
     return carry_out(jobs, settings, **how)
 
@@ -124,21 +125,21 @@ def carry_out(
     controls: Controls | None = None,
     search: Search | None = None,
 ) -> Results:
-    """`train`, with its settings made; `search`: instead of jobs."""
+    """Train jobs, or the members of a `search`, with settings that `make_settings` has checked."""
     calls = Callbacks(callbacks, controls.live if controls is not None else None)
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"out is {out!r}; name a folder")
     guarded = settings.device.type == "cuda" and not calls and not (controls or search) and can_guard()
-    chosen = settings.threads is None and not settings.deterministic and settings.device.type == "cpu"
-    most_threads = torch.get_num_threads() if chosen else 0
+    may_choose_threads = settings.threads is None and not settings.deterministic and settings.device.type == "cpu"
+    most_threads = torch.get_num_threads() if may_choose_threads else 0
     flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
     quiet = garbage_collection.frozen()  # from one part of the set-up to the next, and until units are built
-    with collected() as times, training_mode(), flags, _folder(out, guarded) as folder, quiet:
+    with collected() as times, training_mode(), flags, _open_folder(out, guarded) as folder, quiet:
         with timed("jobs"), garbage_collection.frozen():
-            place = torch.device("cpu") if guarded else settings.device
-            members = prepare(jobs, place) if search is None else search.prepare(place)
+            prepare_device = torch.device("cpu") if guarded else settings.device
+            members = prepare(jobs, prepare_device) if search is None else search.prepare(prepare_device)
         tiers, changed = dict[int, str](), set[str]() if search is None else search.changed
         threads: int | None = None
         searching = search is not None
@@ -149,31 +150,34 @@ def carry_out(
                 folder.reopen()
             saved = folder.plan()
             tiers = {int(index): tier for index, tier in saved["tiers"].items()} if saved is not None else {}
-            trained = as_trained(tiers, members)  # some may have left their stack on the way
+            trained = as_trained(tiers, members)  # some members may have left their stack
             tiers = trained if settings.device.type == "cuda" else tiers | trained
             threads = saved.get("threads") if saved is not None else None
-        with progress_for(members, progress) as watch:
+        with progress_for(members, progress) as progress_display:
             running = MembersRunning()
-            also = [*([controls.listen] if controls is not None else []), *([events] if events is not None else [])]
-            tell = Listeners([running, watch, *calls.listeners(), *also])
-            work = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads, threads)
+            extra_listeners = [
+                *([controls.listen] if controls is not None else []),
+                *([events] if events is not None else []),
+            ]
+            tell = Listeners([running, progress_display, *calls.listeners(), *extra_listeners])
+            training = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads, threads)
             interrupted: KeyboardInterrupt | None = None
             try:
-                work.go(guarded)
+                training.go(guarded)
             except KeyboardInterrupt as caught:
                 interrupted = caught
-            results = collect(work.members, work.stamp or environment(settings.device))
-            results.plan, results.running = work.plan, running.average()
+            results = collect(training.members, training.stamp or environment(settings.device))
+            results.plan, results.running = training.plan, running.average()
             if results.plan is not None:
                 results.plan.set_up = times.seconds
-            if progress is None and search is None and not watch.shown:
+            if progress is None and search is None and not progress_display.shown:
                 _log_failures(results)
             statuses = dict(Counter(result.status for result in results))
             resume: dict[str, str] = {}
             if interrupted is not None and out is not None and search is None:
                 text = f"the checkpoints are in out={str(out)!r}; run the same lines again to resume"
                 interrupted.args, resume = (text,), {"resume": text}
-            tell(happened("end", statuses=statuses, seconds=work.seconds, running=results.running, **resume))
+            tell(happened("end", statuses=statuses, seconds=training.seconds, running=results.running, **resume))
         if folder is not None and out is not None and interrupted is None:
             folder.finish(results)
         if interrupted is not None:
@@ -182,8 +186,8 @@ def carry_out(
 
 
 @contextmanager
-def _folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[RunFolder | None]:
-    """The run's folder; a guarded run has one for itself where none is given."""
+def _open_folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[RunFolder | None]:
+    """Open the run's folder; a guarded run without `out` gets a temporary one."""
     if out is None and not (guarded and find_spec("safetensors")):
         yield None
         return
@@ -193,7 +197,7 @@ def _folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[RunFo
 
 
 class _Work:
-    """The training of a run's members that have not ended."""
+    """Trains those members of a run that have not ended."""
 
     def __init__(
         self,
@@ -208,8 +212,12 @@ class _Work:
         most_threads: int,
         threads: int | None,
     ) -> None:
-        """`most_threads`: how many of torch's threads may be used; 0: as many as are in use. `threads`: the number that
-        the resumed run used; None where that is not known."""
+        """Keep what the training needs.
+
+        Args:
+            most_threads: How many of torch's threads may be used; 0 means as many as are in use.
+            threads: The number of threads that the resumed run used; None if unknown.
+        """
         self.members, self.settings, self.folder = members, settings, folder
         self.most_threads, self.threads = most_threads, threads
         self.calls, self.tell, self.controls, self.search, self.tiers = calls, tell, controls, search, tiers
@@ -217,12 +225,12 @@ class _Work:
         self.seconds, self.stamp, self._started = 0.0, dict[str, Any](), False
 
     def go(self, guarded: bool) -> None:
-        """Train them: in a child process on a GPU, in this one and others on a CPU."""
+        """Train the members: in a child process on a GPU, in this process and others on a CPU."""
         start = time.perf_counter()
         alive = [member for member in self.members if member.status == "running"]
         try:
             if not alive and self.controls is None:
-                self._tell_start(None)
+                self._report_start(None)
             elif guarded:
                 self._guarded(alive)
             else:
@@ -233,16 +241,16 @@ class _Work:
                 member.data.source.close()
 
     def _shared(self, alive: list[Member]) -> None:
-        """Train them in this process, and on a CPU in others too."""
-        with current_device(self.settings.device):  # streams and graphs are made on the current one
+        """Train the members in this process, and on a CPU in other processes too."""
+        with current_device(self.settings.device):  # streams and CUDA graphs are created on the current device
             self._in_this_process(alive)
 
     def _in_this_process(self, alive: list[Member]) -> None:
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
-        self._tell_start(planning.propose(alive, settings.policy) if alive else None)
+        self._report_start(planning.propose(alive, settings.policy) if alive else None)
         search = self.search
-        busy_too = search is not None  # it looks for free cores itself, again and again
+        busy_too = search is not None  # a search looks for free cores itself, repeatedly
         may_share = self._may_share and (self.threads or 1) == 1
         count = processes_for(alive, planning, settings.threads, busy_too=busy_too) if may_share else 1
         make = lambda members, tell, **more: self._run(members, planning, tell, **more)  # noqa: E731
@@ -258,10 +266,10 @@ class _Work:
             raise lost_context(error, searching=search is not None) from error
 
     def _fixed_threads(self, alive: list[Member], planning: PlanningContext, count: int) -> int | None:
-        """How many of torch's threads the whole run uses; None: as many as are in use, or what each unit's steps show.
+        """Return how many of torch's threads the whole run uses, or None if the number stays or each unit chooses its
+        own.
 
-        The number of threads may change the last bits. So a run that may be resumed decides once, and the folder keeps
-        the number.
+        The number of threads may change the last bits, so a run that can be resumed decides once and saves the number.
         """
         if not self.most_threads or (self.folder is None and self.controls is None):
             return None
@@ -272,7 +280,7 @@ class _Work:
 
     def _guarded(self, alive: list[Member]) -> None:
         device = self.settings.device
-        self._tell_start(None)
+        self._report_start(None)
         try:
             parts, self.stamp = run_guarded(alive, device, self._planning, self._run, self._requeue, self.tell)
             self.plan = Plan(str(device), parts)
@@ -281,7 +289,8 @@ class _Work:
             self._shared(alive)
 
     @property
-    def _may_share(self) -> bool:  # in other processes
+    def _may_share(self) -> bool:
+        """Whether members may train in other processes."""
         ordered = self.search is not None and (self.settings.deterministic or not self.search.shareable)
         return not (ordered or self.calls or self.controls)
 
@@ -315,6 +324,7 @@ class _Work:
         )  # fmt: skip
 
     def _requeue(self, member: Member) -> None:
+        """Reset a member to its last checkpoint, or to its beginning if there is none."""
         if self.folder is None or not self.folder.restore(member):
             beginning(member)
 
@@ -326,7 +336,8 @@ class _Work:
         threads = {} if self.threads is None else {"threads": self.threads}
         self.folder.save_plan({"tiers": {str(index): tier for index, tier in self.tiers.items()}} | threads)
 
-    def _tell_start(self, plan: Plan | None) -> None:
+    def _report_start(self, plan: Plan | None) -> None:
+        """Report the start event once."""
         if self._started:
             return
         self._started = True
@@ -335,23 +346,27 @@ class _Work:
 
 
 def _log_failures(results: Results) -> None:
-    """Log which jobs failed or diverged, where no progress shows it."""
-    wrong = [result for result in results if result.status in ("failed", "diverged")]
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    """Log which jobs failed or diverged, since no progress display shows it."""
+    unfinished = [result for result in results if result.status in ("failed", "diverged")]
+    if unfinished:
+        more = f", and {len(unfinished) - 1} more" if len(unfinished) > 1 else ""
         logging.getLogger("shoal").warning(
             "%d of %d jobs did not finish: %r %s: %s%s; results.table() lists them",
-            len(wrong), len(results), wrong[0].name, wrong[0].status, wrong[0].error, more,
+            len(unfinished), len(results), unfinished[0].name, unfinished[0].status, unfinished[0].error, more,
         )  # fmt: skip
 
 
 def collect(members: list[Member], stamp: dict[str, Any]) -> Results:
-    """Members as results, their models in eval mode on the CPU; `stamp` is the environment they were trained in."""
+    """Return the results of these members, with their models in eval mode on the CPU.
+
+    Args:
+        stamp: The environment in which they were trained.
+    """
     return Results([result_of(member, in_eval_mode(member.model.to("cpu")), stamp) for member in members])
 
 
 def result_of(member: Member, model: nn.Module, stamp: dict[str, Any]) -> Result:
-    """A member's result, with this network."""
+    """Return a member's result with this network as its model."""
     return Result(
         name=member.name,
         job=member.job,

@@ -1,4 +1,4 @@
-"""Which version this is, installed or run from its source tree."""
+"""The version of this package, installed or in its source tree."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 
 def version() -> str:
-    """The installed version; of a source tree that was never installed what its pyproject.toml says, or "0"."""
+    """Return the installed version, or for a source tree that of its pyproject.toml, or "0"."""
     try:
         return metadata.version("shoal")
     except metadata.PackageNotFoundError:
-        return _of_source(Path(__file__).parents[2] / "pyproject.toml")
+        return _source_version(Path(__file__).parents[2] / "pyproject.toml")
 
 
-def _of_source(file: Path) -> str:
+def _source_version(file: Path) -> str:
+    """Return the version in a pyproject.toml, or "0" if it is not Shoal's."""
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         return str(project["version"]) if project["name"] == "shoal" else "0"

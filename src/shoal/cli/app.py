@@ -1,4 +1,4 @@
-"""The `shoal` program: which commands there are, and how errors are shown."""
+"""The `shoal` program: its commands, and how it shows errors."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ COMMANDS = {
 """Command -> its line in `shoal --help`: at most 61 characters. The code is `shoal.cli.<command>.<command>`."""
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it; of usage errors it is 2, and of every other error 1."""
+"""The exit status after Ctrl-C, as in shells; it is 2 for usage errors, and 1 for every other error."""
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -42,7 +42,7 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The runnable command: `shoal.cli.<name>.<name>`, a function or a Typer app."""
+    """Return the command `shoal.cli.<name>.<name>`, which is a function or a Typer app."""
     target = getattr(importlib.import_module(f"shoal.cli.{name}"), name)
     if isinstance(target, typer.Typer):
         target.info.context_settings = HELP
@@ -55,7 +55,7 @@ def load(name: str) -> Any:
 app = typer.Typer(
     name="shoal",
     cls=LazyGroup,
-    rich_markup_mode=None,  # panels cut the names of options off in a terminal of 80 columns
+    rich_markup_mode=None,  # panels truncate option names in a terminal of 80 columns
     invoke_without_command=True,
     context_settings=HELP,
     help="Train many neural networks at once on one device, each exactly as if it were trained alone.",
@@ -91,20 +91,20 @@ for _name, _line in COMMANDS.items():
 
 
 def _help_of(error: BaseException) -> str:
-    """The command line that shows the options of the command that was used wrongly."""
+    """Return the command line that shows the options of the command that was used wrongly."""
     context = getattr(error, "ctx", None)
     return f"{context.command_path if context is not None else 'shoal'} --help"
 
 
 def describe(error: BaseException) -> str:
-    """One line that says what went wrong, without the traceback."""
+    """Return one line that says what went wrong, without the traceback."""
     format_message = getattr(error, "format_message", None)  # usage errors of the command line itself
     if callable(format_message):
         text = str(format_message()).rstrip(".")
         return text if "Did you mean" in text else f"{text}; see {_help_of(error)}"
     text = str(error).strip()
     ours = type(error).__module__.startswith("shoal.")
-    if isinstance(error, KeyError) and not ours:  # of a dict: the text is the key alone
+    if isinstance(error, KeyError) and not ours:  # the text of a dict's KeyError is only the key
         text = f"no {text}"
     if isinstance(error, ValueError | OSError) or ours:
         return text or type(error).__name__
@@ -112,22 +112,22 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
-    """A warning as one line, without the code that it comes from."""
+    """Format a warning as one line, without the code that issued it."""
     return f"shoal: warning: {message}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit status; every error is printed in one line."""
+    """Run one command line, print every error in one line, and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
-    formatted, warnings.formatwarning = warnings.formatwarning, one_line
+    old_format, warnings.formatwarning = warnings.formatwarning, one_line
     try:
         status = get_command(app).main(args, prog_name="shoal", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `shoal ... | head` is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `shoal ... | head` is not an error
         return 1
     except typer.Exit as left:
         return left.exit_code
@@ -137,9 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             for line in describe(error).splitlines():
                 print(f"shoal: {line}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 1))  # of a usage error: 2
+        return int(getattr(error, "exit_code", 1))  # 2 for a usage error
     finally:
-        warnings.formatwarning = formatted
+        warnings.formatwarning = old_format
     if status == INTERRUPTED:
         print("shoal: interrupted", file=sys.stderr)
     return status if isinstance(status, int) else 0

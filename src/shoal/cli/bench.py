@@ -8,7 +8,7 @@ import typer
 from shoal.cli.output import pick_precision, quick_settings, report
 
 NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
-"""What `shoal bench` runs by default: every network of the bench, and unlike ones in one list."""
+"""What `shoal bench` runs by default: every network of the bench, and a mixed list."""
 
 
 def bench(
@@ -41,10 +41,10 @@ def bench(
     from shoal.evidence.bench.workloads import Spec
     from shoal.settings import pick_device
 
-    place = str(pick_device(device))
+    chosen_device = str(pick_device(device))
     settings = Settings(
         ways=tuple(TITLES) if ways == "all" else tuple(way.strip() for way in ways.split(",")),
-        device=place,
+        device=chosen_device,
         rounds=min(rounds, 2) if quick else rounds,
         threads=threads or None,
         limit=limit,
@@ -54,9 +54,9 @@ def bench(
         Spec(
             network=name,
             members=members,
-            precision=pick_precision(precision, place),
+            precision=pick_precision(precision, chosen_device),
             batch_size=batch_size or None,
-            batches=4 if quick else None if place.startswith("cuda") else 64,
+            batches=4 if quick else None if chosen_device.startswith("cuda") else 64,
         )
         for name in networks or NETWORKS
     ]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.evidence.demo.compare import Comparison
 
 CHECK_SHARE = 0.15
-"""Of `--longest`: seconds to spend on training alone in float64."""
+"""The fraction of `--longest` to spend on training alone in float64."""
 
 
 def demo(
@@ -72,7 +72,7 @@ TITLES = {"alone": "alone, one after the other", "packed": "packed, all together
 
 
 def _run(way: str, longest: float, progress: "Progress") -> dict[str, Any]:
-    """Run one way in a child process, moving its bar; what it sends at its end."""
+    """Run one way in a child process, update its progress bar, and return what it sends at its end."""
     from shoal.evidence.bench.child import Child, ChildError
     from shoal.evidence.demo.worker import run
 

@@ -27,12 +27,12 @@ def explain(
     It lists which jobs would be stacked, which would not and the reason, time and memory. Nothing is trained.
     Options override the run table of a job file.
     """
-    read = load_target(target)
+    loaded = load_target(target)
     import shoal
 
     given = {"device": device, "memory": memory}
-    settings = {name: read.settings[name] for name in given if name in read.settings}
+    settings = {name: loaded.settings[name] for name in given if name in loaded.settings}
     settings |= {name: value for name, value in given.items() if value is not None}
-    with read.placed():
-        explanation = shoal.explain(read.jobs, measure=measure, compile=compile, **settings)
+    with loaded.placed():
+        explanation = shoal.explain(loaded.jobs, measure=measure, compile=compile, **settings)
     typer.echo(explanation.to_json() if as_json else str(explanation))

@@ -84,10 +84,10 @@ def _write(result: "Result", file: Path, shape: str | None, dtype: str | None) -
         return
     from safetensors.torch import save_file
 
-    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if odd:
+    not_tensors = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if not_tensors:
         raise ValueError(
-            f"{odd[0]!r} of {result.name!r} is no tensor, which .safetensors cannot hold; write a .pt file"
+            f"{not_tensors[0]!r} of {result.name!r} is no tensor, which .safetensors cannot hold; write a .pt file"
         )
     save_file({name: value.contiguous().clone() for name, value in state.items()}, file)
 
@@ -101,12 +101,12 @@ def _write_program(result: "Result", file: Path, shape: str, dtype: str | None) 
         sizes = [int(part) for part in shape.split(",")]
     except ValueError:
         raise typer.BadParameter(f"--shape is {shape!r}; give whole numbers, such as 1,64") from None
-    chosen = getattr(torch, dtype or "", None)
-    if dtype is not None and not isinstance(chosen, torch.dtype):
+    torch_dtype = getattr(torch, dtype or "", None)
+    if dtype is not None and not isinstance(torch_dtype, torch.dtype):
         raise typer.BadParameter(f"--dtype is {dtype!r}; give a name of torch's, such as float32 or int64")
     dtypes = (p.dtype for p in result.model.parameters() if p.is_floating_point())
     size = sizes[0] if sizes[0] > 1 else 2  # a batch of one would be exported as a constant
-    sample = torch.zeros(size, *sizes[1:], dtype=chosen or next(dtypes, torch.float32))
+    sample = torch.zeros(size, *sizes[1:], dtype=torch_dtype or next(dtypes, torch.float32))
     batch = torch.export.Dim("batch", min=1)
     try:
         program = torch.export.export(result.model, (sample,), dynamic_shapes=({0: batch},))

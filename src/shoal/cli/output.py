@@ -1,5 +1,5 @@
-"""What commands show: one job's result, the reports of `shoal bench` and `shoal reproduce`; and the files that they
-write, checked before the long work."""
+"""What commands show (one job's result, the reports of `shoal bench` and `shoal reproduce`), and checks of output
+files before long work."""
 
 import json
 import os
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path | None) -> None:
-    """Make the folder of a file that will be written; ValueError where it cannot be."""
+    """Create the folder of a file that will be written, or raise a ValueError if the file cannot be written."""
     if path is None:
         return
     if path.is_dir():
@@ -28,15 +28,15 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_picture(path: Path | None) -> None:
-    """The same for a picture, whose name says what kind it is."""
+    """Do the same for a picture, whose format follows from its name."""
     if path is None:
         return
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
         raise ValueError("a picture needs matplotlib: pip install 'shoal[plot]'") from None
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.lower()[1:] not in kinds:
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lower()[1:] not in formats:
         raise ValueError(f"{str(path)!r} is no kind of picture; end the name in .png, .pdf or .svg")
     check_writable(path)
 
@@ -49,7 +49,7 @@ def report(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure, with a line of progress; then the picture, the file, and the table or JSON on the screen."""
+    """Measure, with a line of progress; then write the picture and the file, and print the table or JSON."""
     from rich.console import Console
 
     from shoal.evidence.bench.report import text, write
@@ -66,13 +66,14 @@ def report(
         typer.echo(text(result))
     else:
         console = Console()
-        table(result, console if console.is_terminal else Console(width=200))  # a file's table is not folded
+        table(result, console if console.is_terminal else Console(width=200))  # a table in a file is not wrapped
 
 
 def show_result(result: "Result", as_json: bool, beside: dict[str, Any], missing: str = "") -> None:
-    """One job's result and its report, or `missing` where it has none; exit status 1 when it failed or diverged.
+    """Print one job's result and its report, or `missing` if it has none; exit with status 1 if it failed or diverged.
 
-    `beside`: what the JSON has beside the result.
+    Args:
+        beside: What the JSON contains besides the result.
     """
     from shoal.results import Results
     from shoal.utils.numpy_values import finite
@@ -87,12 +88,12 @@ def show_result(result: "Result", as_json: bool, beside: dict[str, Any], missing
 
 
 def quick_settings() -> dict[str, Any]:
-    """Enough to see that a way works."""
+    """Return settings for runs that only show that a way works."""
     return {"round_seconds": 0.02, "warm_up": 1}
 
 
 def pick_precision(precision: str, device: str) -> str | None:
-    """`auto` made definite: what people use on that device."""
+    """Return the precision to use; "auto" is the usual one of the device."""
     if precision not in ("auto", "bf16", "fp32"):
         raise ValueError(f"precision is {precision!r}; use bf16, fp32 or auto")
     if precision == "auto":

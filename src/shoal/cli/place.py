@@ -83,7 +83,7 @@ def place(
     """
     options = dict(locals())
     wanted = {name: options[name] for name in PLANNING} | {"measure": None if measure else False}
-    if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun itself does not take --run
+    if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun does not need --run
         planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}
         if (name := next((name for name, value in planning.items() if value is not None), None)) is not None:
             raise ValueError(f"{name} is for planning; leave it out with --run, where the job's own batch is divided")
@@ -108,7 +108,11 @@ def place(
 def plan(
     model: Any, sample: Any, rows: int | None, optimizer: str, wanted: dict[str, Any], batch_size: int | None = None
 ) -> "Placement":
-    """The placement of a network. `wanted`: arguments of `shoal.place`, as they are on the command line."""
+    """Return the placement of a network.
+
+    Args:
+        wanted: Arguments of `shoal.place`, as they are on the command line.
+    """
     import shoal
 
     cut = wanted["cut"]
@@ -128,20 +132,20 @@ def workers_of(text: str) -> int | list[float]:
 
 
 def load_network(target: str, workers: str) -> tuple[Any, Any, int | None, str]:
-    """A target's network, a sample, a worker's rows where they are known, and the kind of its optimizer."""
+    """Return a target's network, a sample, a worker's rows if known, and the type of its optimizer."""
     from torch import nn
 
     from shoal import Job
 
     if target.lower().endswith(FILE_ENDS) or ":" not in target:
         return network_of(load_target(target).jobs, target, workers)
-    made = call_target(target)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return made[0], made[1], None, "sgd"
-    if not isinstance(made, (Job, list)):
-        kind = type(made).__name__
+    result = call_target(target)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):
+        return result[0], result[1], None, "sgd"
+    if not isinstance(result, (Job, list)):
+        kind = type(result).__name__
         raise ValueError(f"{target} gives {kind}; return a shoal.Job, or a network and a sample of its inputs")
-    return network_of(check_jobs(made, target), target, workers)
+    return network_of(check_jobs(result, target), target, workers)
 
 
 def network_of(jobs: "list[Job]", target: str, workers: str) -> tuple[Any, Any, int | None, str]:
@@ -172,19 +176,23 @@ def run_placed(
     progress: bool,
     as_json: bool,
 ) -> None:
-    """Plan, unless a placement is given, and train. `wanted`: the options of `shoal place`."""
+    """Plan, unless a placement is given, and train.
+
+    Args:
+        wanted: The options of `shoal place`.
+    """
     from shoal.place.training.api import one_job, run_process, train_job
     from shoal.settings import make_settings
     from shoal.split.net.launch import Torchrun
 
     if not patience > 0:
         raise ValueError(f"--patience is {patience:g}; use seconds above 0")
-    read = load_target(target)
+    loaded = load_target(target)
     started = Torchrun.read()
     settings = make_settings(device, None, None, "auto", "60s", False, "fifo")
     tell = say if progress and not as_json else None
-    with read.placed():
-        job = one_job(read.jobs)
+    with loaded.placed():
+        job = one_job(loaded.jobs)
         if started is None:
             results = train_job(job, _plan(job, placement, wanted), settings, out=folder, progress=tell is not None)
         else:
@@ -193,12 +201,12 @@ def run_placed(
             if started.rank == 0:
                 wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)
             planned = _plan(job, placement, wanted) if started.rank == 0 else None
-            answer = run_process(
+            worker_results = run_process(
                 job, planned, settings, started, out=folder, progress=tell is not None, patience=patience, tell=tell
             )
-            if answer is None:
+            if worker_results is None:
                 return
-            results = answer
+            results = worker_results
     show_result(results[0], as_json, {}, missing="trained on one machine")
 
 

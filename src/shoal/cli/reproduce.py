@@ -27,7 +27,7 @@ Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not
 
 
 def _drawer(paper: Any, ylabel: str) -> Callable[[Path, dict[str, Any]], None]:
-    """Draws a paper's bars, ours beside the published ones."""
+    """Return a function that draws a paper's bars, ours beside the published ones."""
     from shoal.evidence.bench.report import draw_bars, heading
 
     return lambda path, result: draw_bars(path, paper.bars(result), ylabel=ylabel, title=heading(result))
@@ -54,12 +54,12 @@ def unifiednn(
     from shoal.evidence.reproduce import unifiednn as paper
     from shoal.settings import pick_device
 
-    place = str(pick_device(device))
-    length = epochs or (20 if place.startswith("cuda") else 5)
+    chosen_device = str(pick_device(device))
+    length = epochs or (20 if chosen_device.startswith("cuda") else 5)
 
     def measure(tell: Callable[[str], None]) -> dict[str, Any]:
         some, few = (min(members, 2), 1) if quick else (members, length)
-        return paper.unifiednn(members=some, epochs=few, device=place, limit=limit, tell=tell)
+        return paper.unifiednn(members=some, epochs=few, device=chosen_device, limit=limit, tell=tell)
 
     report(measure, paper.table, _drawer(paper, "saved over one process per network"), out, plot, as_json)
 
@@ -85,13 +85,13 @@ def pack(
     from shoal.evidence.reproduce import pack as paper
     from shoal.settings import pick_device
 
-    place = str(pick_device(device))
-    wanted = [size.strip() for size in sizes.split(",")]
-    if not set(wanted) <= {"2", "3", "4"}:
+    chosen_device = str(pick_device(device))
+    chosen_sizes = [size.strip() for size in sizes.split(",")]
+    if not set(chosen_sizes) <= {"2", "3", "4"}:
         raise ValueError(f"sizes is {sizes!r}; the published table has 2, 3 and 4")
     settings = Settings(
         ways=("eager", "shoal"),
-        device=place,
+        device=chosen_device,
         rounds=min(rounds, 2) if quick else rounds,
         threads=threads or None,
         limit=limit,
@@ -102,8 +102,8 @@ def pack(
         return paper.pack(
             settings,
             networks=networks or list(paper.TITLES),
-            sizes=[int(size) for size in wanted],
-            precision=pick_precision(precision, place),
+            sizes=[int(size) for size in chosen_sizes],
+            precision=pick_precision(precision, chosen_device),
             quick=quick,
             tell=tell,
         )
@@ -140,7 +140,7 @@ def hyperband(
         raise ValueError(f"space is {space!r}; use {' or '.join(paper.SPACES)}")
     if network not in paper.NETWORKS:
         raise ValueError(f"network is {network!r}; use {' or '.join(paper.NETWORKS)}")
-    load(data)  # what is wrong with it is said before anything is measured
+    load(data)  # raises errors in the data before anything is measured
     scene = paper.Scene(
         network=network, space=space, max_epochs=9 if quick else max_epochs, eta=eta,
         device=str(pick_device(device)), data=None if data is None else str(data), pack_size=pack_size,

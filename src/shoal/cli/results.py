@@ -40,7 +40,7 @@ def results(
 
 
 def to_csv(records: list[dict[str, Any]]) -> str:
-    """Rows as comma-separated values, under all of their names."""
+    """Return rows as comma-separated values, with a column for every name."""
     head = list(dict.fromkeys(name for record in records for name in record))
     text = io.StringIO()
     writer = csv.DictWriter(text, head, lineterminator="\n")

@@ -19,7 +19,7 @@ SETTINGS = (
     "method", "workers", "local_steps", "overlap", "recovery", "layers", "shares", "scale", "moments", "cuts",
     "variant", "codec", "seed",
 )  # fmt: skip
-"""Options that are settings of a method."""
+"""The options that are settings of a method."""
 
 
 def split(
@@ -89,24 +89,24 @@ def split(
     Started by torchrun, its first process is the coordinator. The exit status is 1 when the training failed.
     """
     options = dict(locals())
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that to look for a GPU does not forbid to fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that looking for a GPU does not prevent forking
     from shoal.split.net.run import Place, Run
 
-    read = load_target(target)
+    loaded = load_target(target)
     place = Place(coordinator=coordinator, join=join, local=local, shard=shard)
     run = Run(
-        job=_only(read.jobs, target),
+        job=_only(loaded.jobs, target),
         given={name: options[name] for name in SETTINGS if options[name] is not None},
         place=place,
         device=device or "cpu",
-        out=str(out) if out is not None else read.settings.get("out"),
-        checkpoint_every=checkpoint_every or read.settings.get("checkpoint_every", "60s"),
+        out=str(out) if out is not None else loaded.settings.get("out"),
+        checkpoint_every=checkpoint_every or loaded.settings.get("checkpoint_every", "60s"),
         deadline=deadline,
         patience=patience,
         link=link,
         tell=say if progress or (progress is None and not as_json) else None,
     )
-    with read.placed():
+    with loaded.placed():
         if explain:
             advice = run.advice()
             typer.echo(json.dumps(advice.to_dict()) if as_json else str(advice))

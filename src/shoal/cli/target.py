@@ -1,4 +1,4 @@
-"""Jobs named on the command line: a job file, MODULE:FUNCTION or FILE.py:FUNCTION."""
+"""Load the jobs that the command line names: a job file, MODULE:FUNCTION or FILE.py:FUNCTION."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,16 +19,16 @@ FILE_ENDS = (".toml", ".yaml", ".yml")
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Target:
-    """What a target holds."""
+    """The jobs of a target, with the settings of its job file."""
 
     jobs: "list[Job]"
     settings: dict[str, Any] = field(default_factory=dict)
-    """Arguments for `shoal.train` that a job file gives; `tensorboard` is a folder."""
+    """Arguments for `shoal.train` that a job file sets; `tensorboard` is a folder."""
     file: "JobFile | None" = None
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Around `shoal.train` and `shoal.explain`: mistakes in the jobs are reported with their line in the file."""
+        """Report mistakes in the jobs with their line in the file, around `shoal.train` and `shoal.explain`."""
         from shoal import JobError
 
         try:
@@ -42,7 +42,7 @@ class Target:
 
 
 def load_target(target: str) -> Target:
-    """The jobs of a job file with its settings, or those of a function."""
+    """Return the jobs of a job file with its settings, or those of a function."""
     if target.lower().endswith(FILE_ENDS):
         from shoal.jobfile import load
 
@@ -52,7 +52,7 @@ def load_target(target: str) -> Target:
 
 
 def call_target(target: str) -> Any:
-    """What the function of MODULE:FUNCTION or FILE.py:FUNCTION returns, or the value of that name."""
+    """Return what the function MODULE:FUNCTION or FILE.py:FUNCTION returns, or the value of that name."""
     where, colon, name = target.rpartition(":")
     if where.lower().endswith(FILE_ENDS):
         raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
@@ -63,8 +63,8 @@ def call_target(target: str) -> Any:
 
     try:
         value = get_attribute(import_code(where, Path.cwd()), name, where)
-        made = value() if callable(value) else value
-        return list(made) if isinstance(made, Iterator) else made
+        result = value() if callable(value) else value
+        return list(result) if isinstance(result, Iterator) else result
     except (NoSuchCode, ShoalError):
         raise
     except Exception as error:
@@ -72,6 +72,7 @@ def call_target(target: str) -> Any:
 
 
 def _no_function(target: str) -> str:
+    """Return the error for a target that names no function."""
     path = Path(target)
     if path.is_dir():
         return f"{target!r} is a folder; name a job file in it (.toml, .yaml)"
@@ -81,7 +82,7 @@ def _no_function(target: str) -> str:
 
 
 def check_jobs(made: object, target: str) -> "list[Job]":
-    """The jobs as a list, or an error that says what came instead."""
+    """Return the jobs as a list, or raise an error that says what came instead."""
     from shoal import Job
 
     jobs: list[Job] = []

@@ -51,12 +51,14 @@ def train(
     The exit status is 1 when a job failed or diverged, 130 after Ctrl-C.
     """
     options = dict(locals())
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    read = load_target(target)
-    chosen = {name: value for name, value in given.items() if value is not None and name not in ("target", "as_json")}
-    settings = {**read.settings, **chosen}
-    with read.placed():
-        results = _train(read.jobs, settings, as_json)
+    converted = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    loaded = load_target(target)
+    chosen = {
+        name: value for name, value in converted.items() if value is not None and name not in ("target", "as_json")
+    }
+    settings = {**loaded.settings, **chosen}
+    with loaded.placed():
+        results = _train(loaded.jobs, settings, as_json)
     if as_json:
         typer.echo(last_line(results))
     else:
@@ -85,13 +87,13 @@ def _train(jobs: list[Any], settings: dict[str, Any], as_json: bool) -> "Results
 
 
 def last_line(results: "Results") -> str:
-    """The results as one line of JSON, after the events."""
+    """Return the results as one line of JSON, which follows the events."""
     return json.dumps({"kind": "results", "results": json.loads(results.to_json())})
 
 
 def how_to_resume(out: str | None) -> str:
-    """What to do after Ctrl-C."""
+    """Return what to do after Ctrl-C."""
     if out is None:
         return "nothing was saved, as there is no --out; with one, run the same command again to resume"
-    given = ["shoal", *sys.argv[1:]] if Path(sys.argv[0]).name in ("shoal", "__main__.py") else ["the same command"]
-    return f"saved in {out!r}; to resume: {shlex.join(given) if len(given) > 1 else given[0]}"
+    command = ["shoal", *sys.argv[1:]] if Path(sys.argv[0]).name in ("shoal", "__main__.py") else ["the same command"]
+    return f"saved in {out!r}; to resume: {shlex.join(command) if len(command) > 1 else command[0]}"

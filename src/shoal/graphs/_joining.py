@@ -1,4 +1,4 @@
-"""Two recordings of a forward pass, with two numbers of rows, as one list of calls that holds for any number."""
+"""Join two recordings of a forward pass, with two numbers of rows, into one list of calls for any number of rows."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ OTHER_ROWS = "the network makes other calls for another number of rows, so its c
 
 
 def join(model: nn.Module, recordings: Sequence[fx.Graph]) -> tuple[list[fx.Node], list[int]]:
-    """One list of calls that holds for any number of rows, and for each recorded call its place in the list."""
+    """Return one list of calls that holds for any number of rows, and the index in it of each recorded call."""
     first, second = (list(recording.nodes) for recording in recordings)
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     if len(first) != len(second):
         raise GraphError(OTHER_ROWS)
-    follow = _Following(graph, known)
+    arguments = _ArgumentJoiner(graph, known)
     for one, other in zip(first, second, strict=True):
         if (one.op, one.target) != (other.op, other.target):
             raise GraphError(OTHER_ROWS)
-        args, kwargs = follow.arguments((one.args, one.kwargs), (other.args, other.kwargs))
+        args, kwargs = arguments.arguments((one.args, one.kwargs), (other.args, other.kwargs))
         node = graph.create_node(one.op, one.target, args, kwargs, one.name)
         known[one] = node
         node.meta = _meta(one, other, known)
         if one.op == "placeholder":
-            follow.add_source(node)
+            arguments.add_source(node)
     nodes = list(graph.nodes)
     _mark_gradients(model, nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    return nodes, [place[known[node]] for node in first]
+    index_of = {node: i for i, node in enumerate(nodes)}
+    return nodes, [index_of[known[node]] for node in first]
 
 
-class _Following:
-    """Arguments of two recordings as those of one: numbers that differ follow the rows, devices the inputs."""
+class _ArgumentJoiner:
+    """Joins the arguments of two recordings: numbers that differ depend on the rows, devices on the inputs."""
 
     def __init__(self, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> None:
         self.graph, self.known = graph, known
@@ -47,7 +47,7 @@ class _Following:
         self.device: fx.Node | None = None
 
     def add_source(self, node: fx.Node) -> None:
-        """An input: the first whose first dimension is the rows says how many there are."""
+        """Add an input; the first input whose first dimension is the rows provides their number."""
         value = node.meta["value"]
         if self.rows is None and value.batched:
             self.rows = self.graph.call_function(rows_in, (node, 0, 0, 1, 1))
@@ -74,8 +74,8 @@ class _Following:
             return self.device
         if isinstance(one, int) and not isinstance(one, bool) and one != other:
             extent = Extent.through((one, other))
-            given = (self.rows, extent.fixed, extent.numerator, extent.denominator)
-            return self.graph.call_function(size_for, given)
+            size_arguments = (self.rows, extent.fixed, extent.numerator, extent.denominator)
+            return self.graph.call_function(size_for, size_arguments)
         if isinstance(one, float | bool) and one != other:
             raise GraphError(OTHER_ROWS)
         return one
@@ -97,17 +97,17 @@ def _meta(one: fx.Node, other: fx.Node, known: dict[fx.Node, fx.Node]) -> dict[s
 
 
 def _mark_gradients(model: nn.Module, nodes: Sequence[fx.Node]) -> None:
-    """Which tensors have a gradient: floating-point ones that a weight to be trained comes before."""
+    """Mark the floating-point tensors that depend on a trained weight, which have a gradient."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     modules = dict(model.named_modules())
-    has: set[fx.Node] = set()
+    with_gradient: set[fx.Node] = set()
     for node in nodes:
         weights = node.op == "get_attr" and node.target in trained
         if node.op == "call_module":
             weights = any(p.requires_grad for p in modules[str(node.target)].parameters())
         detached = node.op == "call_method" and node.target == "detach"
-        if not detached and (weights or any(source in has for source in node.all_input_nodes)):
-            has.add(node)
+        if not detached and (weights or any(source in with_gradient for source in node.all_input_nodes)):
+            with_gradient.add(node)
         value = node.meta.get("value")
-        if value is not None and node in has and value.dtype.is_floating_point:
+        if value is not None and node in with_gradient and value.dtype.is_floating_point:
             node.meta["value"] = replace(value, has_gradient=True)

@@ -1,4 +1,4 @@
-"""A forward pass as plain data: its calls in order, the tensors between them, and sizes that follow the rows."""
+"""A forward pass as plain data: its calls in order, the tensors between them, and sizes that depend on the rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 from shoal.errors import GraphError
 
 ROWS = (4, 6)
-"""Numbers of rows that a network is recorded with."""
+"""The numbers of rows with which a network is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A size that may follow the number of rows: `fixed + rows * numerator / denominator`."""
+    """A size that may depend on the number of rows: `fixed + rows * numerator / denominator`."""
 
     fixed: int
     numerator: int = 0
@@ -31,7 +31,7 @@ class Extent:
 
     @staticmethod
     def through(values: Sequence[int], rows: Sequence[int] = ROWS) -> Extent:
-        """The line through two sizes."""
+        """Return the linear function through two sizes."""
         factor = Fraction(values[1] - values[0], rows[1] - rows[0])
         fixed = values[0] - factor * rows[0]
         if fixed.denominator != 1:
@@ -47,11 +47,11 @@ class Value:
     shape: tuple[Extent, ...]
     dtype: torch.dtype
     has_gradient: bool
-    """Whether a weight that is trained comes before it, so that its gradient is needed."""
+    """Whether it depends on a trained weight, so that its gradient is needed."""
 
     @property
     def batched(self) -> bool:
-        """Whether its first dimension is the rows of the batch, so that those of several workers can be joined."""
+        """Whether its first dimension is the rows of the batch, so that tensors of several workers can be joined."""
         return bool(self.shape) and self.shape[0] == Extent(0, 1)
 
     def bytes_at(self, rows: int) -> int:
@@ -65,21 +65,22 @@ class Calls:
     model: nn.Module
     """The user's network, whose modules the nodes call."""
     nodes: list[fx.Node]
-    """`meta["value"]`: the tensor that a node gives, where it is one; `meta["operations"]`: those of its forward."""
+    """The calls. `meta["value"]` is the resulting tensor, if it is one; `meta["operations"]` counts those of the
+    forward."""
     opaque: tuple[str, ...]
-    """Modules that stay whole, since their code cannot be recorded."""
+    """Modules that stay one call, since their code cannot be recorded."""
     input_structure: pytree.TreeSpec
     input_places: tuple[int, ...]
-    """Which leaves of the sample are tensors."""
+    """The indices of those leaves of the sample that are tensors."""
     constants: dict[str, Any]
     """Attributes that the nodes refer to and the network does not have."""
     before: dict[str, list[int]]
-    """Module -> for each of its calls, how many nodes come before it. In the order of the first calls."""
+    """Module -> for each of its calls, the number of nodes before it, in the order of the first calls."""
     after: dict[str, list[int]]
-    """Module -> for each of its calls, how many nodes there are after it has returned."""
+    """Module -> for each of its calls, the number of nodes when it has returned."""
 
     def tensors_of(self, sample: Any) -> tuple[Tensor, ...]:
-        """The tensors of a sample, in the order in which the recorded calls take them."""
+        """Return the tensors of a sample, in the order in which the recorded calls take them."""
         leaves, structure = pytree.tree_flatten(as_arguments(sample))
         if structure != self.input_structure:
             raise GraphError(
@@ -105,7 +106,8 @@ class Calls:
 
 
 def as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: a tensor, a tuple of arguments, or a dict of named ones."""
+    """Return the arguments for calling a model with a sample: a tensor, a tuple of arguments, or a dict of named
+    ones."""
     if isinstance(sample, (tuple, list)):
         return tuple(sample), {}
     if hasattr(sample, "keys") and not isinstance(sample, Tensor):
@@ -114,12 +116,12 @@ def as_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def tensors_in(arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among the arguments of a call, in the order in which the recorded calls take them."""
+    """Return the tensors among the arguments of a call, in the order in which the recorded calls take them."""
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 def rows_of(sample: Any) -> int:
-    """The batch size of a sample: the first dimension of its first tensor."""
+    """Return the batch size of a sample: the first dimension of its first tensor."""
     for leaf in pytree.tree_leaves(as_arguments(sample)):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
             return int(leaf.shape[0])

@@ -1,8 +1,8 @@
-"""A recorded forward pass in parts: which tensors cross a border between two calls, and the calls between two borders
-as a module.
+"""Split a recorded forward pass into parts: which tensors cross a border between two calls, and the calls between two
+borders as a module.
 
 A border is the number of calls before it. What needs neither inputs nor weights, such as a constant, is computed again
-on the other side of a border. What can be computed again from the inputs is, where the inputs are smaller.
+on the other side of a border. What can be computed again from the inputs is, if the inputs are smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.errors import GraphError
 from shoal.graphs.calls import Calls, Extent, rows_in
 
 NOMINAL_ROWS = 32
-"""Rows for which tensors are compared in size."""
+"""The number of rows at which sizes of tensors are compared."""
 RANDOM = ("rand", "randn", "randint", "randperm", "normal", "dropout", "bernoulli", "multinomial")
 
 
@@ -27,11 +27,12 @@ class Parts:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
         self._kinds = _kinds_of(calls)
-        place = {node: i for i, node in enumerate(calls.nodes)}
-        self._last_use = {node: max((place[user] for user in node.users), default=-1) for node in calls.nodes}
+        index_of = {node: i for i, node in enumerate(calls.nodes)}
+        self._last_use = {node: max((index_of[user] for user in node.users), default=-1) for node in calls.nodes}
 
     def crossing(self, border: int) -> list[fx.Node]:
-        """The tensors that cross a border, in the order of their calls; GraphError where something else crosses."""
+        """Return the tensors that cross a border, in the order of their calls, or raise a GraphError if something
+        else crosses."""
         used = [
             node for node in self.calls.nodes[:border] if self._kinds[node] != "free" and self._last_use[node] >= border
         ]
@@ -46,32 +47,34 @@ class Parts:
         return used
 
     def changed_after(self, border: int) -> set[fx.Node]:
-        """The calls whose results are changed in place after a border."""
+        """Return the calls whose results are changed in place after a border."""
         return {changed for node in self.calls.nodes[border:] for changed in node.meta.get("changes", ())}
 
     def entering(self, graph: fx.Graph, border: int) -> dict[fx.Node, fx.Node]:
-        """Give `graph` an input for each tensor that crosses; what the calls before the border are to it."""
+        """Give `graph` an input for each tensor that crosses, and return the nodes that stand for the calls before
+        the border."""
         crossing = self.crossing(border)
         known = {node: graph.placeholder(node.name) for node in crossing}
-        taken = list(zip(crossing, list(known.values()), strict=True))
+        pairs = list(zip(crossing, list(known.values()), strict=True))
         for node in self.calls.nodes[:border]:
             if node.op == "call_function" and node.target is rows_in:
-                known[node] = _rows_from(graph, taken)
+                known[node] = _rows_from(graph, pairs)
             elif _is_size(node):
-                known[node] = graph.call_function(getattr, (taken[0][1], "device"))
+                known[node] = graph.call_function(getattr, (pairs[0][1], "device"))
         changed = self.changed_after(border)
-        for node, entering in taken:
-            if node in changed:  # a leaf of autograd cannot be changed in place
+        for node, entering in pairs:
+            if node in changed:  # autograd forbids changing a leaf in place
                 known[node] = graph.call_method("clone", (entering,))
         return known
 
     def copy(self, graph: fx.Graph, start: int, end: int, known: dict[fx.Node, fx.Node]) -> None:
-        """Copy the calls between two borders, with all that they need and that can be computed again."""
+        """Copy the calls between two borders, with everything that they need and that can be computed again."""
         for node in self.calls.nodes[start:end]:
             _copy_into(graph, node, known)
 
     def module(self, graph: fx.Graph, network: nn.Module) -> nn.Module:
-        """A module that makes these calls, with the parameters and modules of `network` under their own names."""
+        """Return a module that makes these calls, with the parameters and modules of `network` under their own
+        names."""
         for node in reversed(list(graph.nodes)):
             if not node.users and node.op in ("get_attr", "call_function") and "changes" not in node.meta:
                 graph.erase_node(node)
@@ -88,7 +91,7 @@ class Parts:
 
 
 def _kinds_of(calls: Calls) -> dict[fx.Node, str]:
-    """For each node: "free" (can be computed anywhere), "inputs" (from the inputs alone), or "computed"."""
+    """Return for each node "free" (computable anywhere), "inputs" (computable from the inputs alone), or "computed"."""
     changed = {node for other in calls.nodes for node in other.meta.get("changes", ())}
     kinds: dict[fx.Node, str] = {}
     for node in calls.nodes:
@@ -106,7 +109,7 @@ def _kinds_of(calls: Calls) -> dict[fx.Node, str]:
 
 
 def _is_tuple(node: fx.Node) -> bool:
-    """Whether other nodes take elements of what it gives."""
+    """Return whether other nodes take elements of its result."""
     return (
         node.target is not rows_in
         and "operations" in node.meta
@@ -115,7 +118,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def _sources_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The inputs that these are computed from."""
+    """Return the inputs from which these nodes are computed."""
     known: dict[fx.Node, None] = {}
     stack = list(nodes)
     while stack:
@@ -143,10 +146,10 @@ def _copy_into(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node]) ->
     return known[node]
 
 
-def _rows_from(graph: fx.Graph, taken: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
-    """The number of rows, from the size of a tensor that crosses."""
+def _rows_from(graph: fx.Graph, pairs: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
+    """Return the number of rows, from the size of a tensor that crosses."""
     best: tuple[Any, ...] | None = None
-    for node, entering in taken:
+    for node, entering in pairs:
         for dimension, extent in enumerate(node.meta["value"].shape):
             if extent.numerator and (best is None or extent == Extent(0, 1)):
                 best = (entering, dimension, extent.fixed, extent.numerator, extent.denominator)

@@ -1,12 +1,11 @@
-"""A network's forward pass as a list of calls, recorded while it runs on tensors without data.
+"""Record a network's forward pass as a list of calls, by running it on tensors without data.
 
-The forward pass runs as it is, so that Python code that looks at configuration, at shapes, or at None does what it
-always does: networks that torch.fx cannot trace symbolically, such as those of transformers, can be recorded. Calls of
-torch's own modules stay calls of the user's modules; every other torch function is a call of its own. A module whose
-code looks at values stays whole, as one call.
+The forward pass runs unchanged, so that Python code may branch on configuration, on shapes, or on None: networks that
+torch.fx cannot trace symbolically, such as those of transformers, can be recorded. A call of one of torch's own modules
+is one call; every other torch function is a call of its own. A module whose code branches on values stays one call.
 
-It runs twice, with two numbers of rows. Numbers that differ between both follow the number of rows; they are computed
-from a tensor's shape when the recorded calls run.
+The network runs twice, with two numbers of rows. Numbers that differ between both depend on the number of rows; they
+are computed from a tensor's shape when the recorded calls run.
 """
 
 from __future__ import annotations
@@ -40,34 +39,34 @@ CONTAINERS = (
 )
 """Torch's own modules that call others in plain Python: their calls are recorded one by one."""
 STRUCTURE = "_output_structure"
-"""Attribute of the part that gives the network's output: how the output is made of tensors."""
+"""Attribute of the part that returns the network's output: how the output is structured."""
 TRAINING = "training"
 MOST_OPAQUE = 200
-"""Modules that stay whole because they cannot be recorded, at the most."""
+"""The largest number of modules that stay one call because they cannot be recorded."""
 PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis))
 
 
 def record_calls(model: nn.Module, sample: Any) -> Calls:
-    """Record `model(sample)` on tensors without data; a module that cannot be recorded stays whole.
+    """Record `model(sample)` on tensors without data; a module that cannot be recorded stays one call.
 
     Raises:
-        GraphError: when the network's own forward cannot be recorded.
+        GraphError: If the network's own forward cannot be recorded.
     """
     rows, opaque = rows_of(sample), set[str]()
     while True:
-        tries = []
+        recorders = []
         try:
             for count in ROWS:
-                tries.append(_Recorder(model, opaque))
-                tries[-1].run(sample, rows, count)
-            nodes, places = join(model, [recorder.graph for recorder in tries])
-            first = tries[0]
+                recorders.append(_Recorder(model, opaque))
+                recorders[-1].run(sample, rows, count)
+            nodes, index = join(model, [recorder.graph for recorder in recorders])
+            first = recorders[0]
             return Calls(
                 model, nodes, tuple(sorted(opaque)), first.input_structure, first.input_places, first.constants,
-                *({name: [places[i] for i in ends] for name, ends in of.items()} for of in (first.before, first.after)),
+                *({name: [index[i] for i in ends] for name, ends in of.items()} for of in (first.before, first.after)),
             )  # fmt: skip
         except Exception as error:
-            failed = tries[-1].failed
+            failed = recorders[-1].failed
             if not failed or failed in opaque or len(opaque) >= MOST_OPAQUE:
                 _check_sample(model, sample)
                 raise GraphError(
@@ -78,7 +77,7 @@ def record_calls(model: nn.Module, sample: Any) -> Calls:
 
 
 def _check_sample(model: nn.Module, sample: Any) -> None:
-    """GraphError where the network itself does not take the sample."""
+    """Raise a GraphError if the network itself does not accept the sample."""
     args, kwargs = as_arguments(sample)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(tensor.is_meta for tensor in (*model.parameters(), *tensors)):
@@ -94,7 +93,7 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
 
 
 class _Recorder(TorchFunctionMode):
-    """Inside, every torch function outside of torch's own modules becomes a node."""
+    """Records every torch function outside of torch's own modules as a node."""
 
     def __init__(self, model: nn.Module, opaque: set[str]) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class _Recorder(TorchFunctionMode):
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, sample: Any, rows: int, count: int) -> None:
-        """Record one forward pass with so many rows in place of the sample's."""
+        """Record one forward pass with `count` rows in place of the sample's."""
         leaves, self.input_structure = pytree.tree_flatten(as_arguments(sample))
         self.input_places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -136,7 +135,7 @@ class _Recorder(TorchFunctionMode):
                 if shape and shape[0] == rows:
                     shape[0] = count
                 leaves[i] = torch.empty(shape, dtype=leaves[i].dtype, device=device)
-                self._know(leaves[i], self.graph.placeholder(f"input_{i}"))
+                self._register(leaves[i], self.graph.placeholder(f"input_{i}"))
             args, kwargs = pytree.tree_unflatten(leaves, self.input_structure)
             stack.enter_context(self._modules_watched())
             stack.enter_context(self.counter)
@@ -145,35 +144,37 @@ class _Recorder(TorchFunctionMode):
             self._output(out)
 
     def _output(self, out: Any) -> None:
-        """The output's tensors, and how it is made of them. What is neither a tensor nor plain data becomes None."""
+        """Record the output's tensors and its structure. What is neither a tensor nor plain data becomes None."""
         leaves, structure = pytree.tree_flatten(out)
-        given = [self._argument(leaf) if isinstance(leaf, Tensor | int | float | str) else None for leaf in leaves]
+        output_nodes = [
+            self._argument(leaf) if isinstance(leaf, Tensor | int | float | str) else None for leaf in leaves
+        ]
         if any(isinstance(leaf, Tensor) for leaf in leaves):
             if not isinstance(out, Tensor):
                 self.constants[STRUCTURE] = structure
                 spec = self.graph.get_attr(STRUCTURE)
-                self.graph.output(self.graph.call_function(pytree.tree_unflatten, (given, spec)))
+                self.graph.output(self.graph.call_function(pytree.tree_unflatten, (output_nodes, spec)))
             else:
-                self.graph.output(given[0])
+                self.graph.output(output_nodes[0])
             return
         raise GraphError(f"the model gives a {type(out).__name__} without tensors")
 
     @contextmanager
     def _modules_watched(self) -> Iterator[None]:
-        """Inside, calls of torch's own modules are recorded as one call."""
-        plain = nn.Module.__call__
+        """Record calls of torch's own modules as one call inside this context."""
+        original_call = nn.Module.__call__
         recorder = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = recorder.names.get(id(module))
             if recorder.inside or not name:
-                return plain(module, *args, **kwargs)
+                return original_call(module, *args, **kwargs)
             recorder.before.setdefault(name, []).append(len(recorder.graph.nodes))
             try:
                 if recorder._is_leaf(module, name, (args, kwargs)):
-                    out = recorder._call_module(name, plain, module, args, kwargs)
+                    out = recorder._call_module(name, original_call, module, args, kwargs)
                 else:
-                    out = plain(module, *args, **kwargs)
+                    out = original_call(module, *args, **kwargs)
             except Exception:
                 recorder.failed = recorder.failed or name
                 raise
@@ -184,10 +185,10 @@ class _Recorder(TorchFunctionMode):
         try:
             yield
         finally:
-            nn.Module.__call__ = plain  # type: ignore[method-assign]
+            nn.Module.__call__ = original_call  # type: ignore[method-assign]
 
     def _is_leaf(self, module: nn.Module, name: str, given: Any) -> bool:
-        """Whether a module is one call: torch's own layers, and others that have no modules in them."""
+        """Return whether a module is recorded as one call: torch's own layers, and others that contain no modules."""
         if name in self.opaque:
             return True
         if type(module).__module__.startswith("torch.nn"):
@@ -198,21 +199,22 @@ class _Recorder(TorchFunctionMode):
     def _call_module(
         self, name: str, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        before, versions, self.inside = self.counter.get_total_flops(), _versions((args, kwargs)), True
+        old_operations, versions, self.inside = self.counter.get_total_flops(), _versions((args, kwargs)), True
         try:
-            out = self._whole(name, args, kwargs) if name in self.opaque else plain(module, *args, **kwargs)
+            out = self._run_on_data(name, args, kwargs) if name in self.opaque else plain(module, *args, **kwargs)
         finally:
             self.inside = False
         given, named = self._arguments(args), self._arguments(kwargs)
-        self._finish(self.graph.call_module(name, given, named), out, before, _changed(versions))
+        self._finish(self.graph.call_module(name, given, named), out, old_operations, _changed(versions))
         return out
 
-    def _whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module gives that cannot run without data: it runs on some, of the same shapes."""
+    def _run_on_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of a module that cannot run without data, by running it on random data of the same
+        shapes."""
         with unset_fake_temporarily():
             module = copy.deepcopy(self.real.get_submodule(name)).train(self.model.training)
-            made = pytree.tree_map_only(Tensor, _some_data, (args, kwargs))
-            out = module(*made[0], **made[1])
+            inputs = pytree.tree_map_only(Tensor, _some_data, (args, kwargs))
+            out = module(*inputs[0], **inputs[1])
         return pytree.tree_map_only(Tensor, lambda x: self.fake.from_tensor(x.detach()), out)
 
     def __torch_function__(
@@ -221,12 +223,12 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.inside:
             return func(*args, **kwargs)
-        before, versions = self.counter.get_total_flops(), _versions((args, kwargs))
+        old_operations, versions = self.counter.get_total_flops(), _versions((args, kwargs))
         out = func(*args, **kwargs)
         changed = _changed(versions)
         if changed or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
             node = self._function(func, self._arguments(args), self._arguments(kwargs))
-            self._finish(node, out, before, changed)
+            self._finish(node, out, old_operations, changed)
         return out
 
     def _function(self, func: Any, given: Any, named: dict[str, Any]) -> fx.Node:
@@ -245,14 +247,14 @@ class _Recorder(TorchFunctionMode):
 
     # --- tensors and nodes ------------------------------------------------------------------------------------------
 
-    def _finish(self, node: fx.Node, out: Any, before: int, changed: Sequence[Tensor]) -> None:
-        """Note what a node gives, and which tensors it changes in place."""
-        node.meta["operations"] = self.counter.get_total_flops() - before
+    def _finish(self, node: fx.Node, out: Any, old_operations: int, changed: Sequence[Tensor]) -> None:
+        """Record the result of a node, and which tensors it changes in place."""
+        node.meta["operations"] = self.counter.get_total_flops() - old_operations
         node.meta["changes"] = [self.known[id(leaf)][1] for leaf in changed if id(leaf) in self.known]
         detached = not torch.is_grad_enabled()
         for path, leaf in pytree.tree_flatten_with_path(out)[0]:
             if isinstance(leaf, Tensor):
-                self._know(leaf, self._element(node, path), detached)
+                self._register(leaf, self._element(node, path), detached)
 
     def _element(self, node: fx.Node, path: tuple[Any, ...]) -> fx.Node:
         for key in path:
@@ -264,7 +266,7 @@ class _Recorder(TorchFunctionMode):
                 node = self.graph.call_function(operator.getitem, (node, index))
         return node
 
-    def _know(self, tensor: Tensor, node: fx.Node, detached: bool = False) -> None:
+    def _register(self, tensor: Tensor, node: fx.Node, detached: bool = False) -> None:
         if detached and tensor.is_floating_point():
             node = self.graph.call_method("detach", (node,))
         if id(tensor) in self.attributes:
@@ -315,8 +317,8 @@ def _changed(versions: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
 
 
 def make_fake(network: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """A copy of the network with fake weights, tied ones still tied."""
-    swapped: dict[int, Any] = {id(b): fake.from_tensor(b.detach()) for b in network.buffers()}
+    """Return a copy of the network with fake weights; tied weights stay tied."""
+    fake_of: dict[int, Any] = {id(b): fake.from_tensor(b.detach()) for b in network.buffers()}
     for p in network.parameters():
-        swapped[id(p)] = nn.Parameter(fake.from_tensor(p.detach()), requires_grad=p.requires_grad)
-    return copy.deepcopy(network, swapped)
+        fake_of[id(p)] = nn.Parameter(fake.from_tensor(p.detach()), requires_grad=p.requires_grad)
+    return copy.deepcopy(network, fake_of)

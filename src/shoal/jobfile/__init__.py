@@ -2,7 +2,7 @@
 
     file -> tree with lines -> a table of fields for each job -> jobs
 
-Every mistake is one line, `FILE:LINE: what, rule, fix`; all that can be seen are reported at once, as one JobError.
+Every mistake is one line, `FILE:LINE: what, rule, fix`; all mistakes that show are reported at once, as one JobError.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ if TYPE_CHECKING:
 SUFFIXES = (".toml", ".yaml", ".yml")
 MOST_BYTES = 4_000_000
 MOST_LINES = 20
-"""Mistakes that are reported at once."""
+"""How many mistakes are reported at once."""
 QUOTED = re.compile(r"job ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"): (.*)")
-"""A line about a job, as `shoal.preparation.checks` writes it."""
+"""Matches a line about a job, as `shoal.preparation.checks` writes it."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class JobFile:
-    """What a job file holds."""
+    """The contents of a job file."""
 
     path: str
     jobs: list[Job]
     settings: dict[str, Any]
-    """Arguments for `shoal.train`, as far as the file gives them; `tensorboard` is a folder."""
+    """Arguments for `shoal.train`, as far as the file sets them; `tensorboard` is a folder."""
     places: dict[str, Places] = field(default_factory=dict)
 
     def placed(self, error: ValueError) -> JobError:
-        """An error of `shoal.train` or `shoal.explain` about these jobs, with the lines of the file that it is about.
+        """Return an error of `shoal.train` or `shoal.explain` about these jobs, with the line in the file for each
+        mistake.
 
-        What several jobs have in common is reported once.
+        A mistake that several jobs share is reported once.
         """
         jobs: dict[tuple[int, str], list[str]] = {}
         by_text = {repr(name): name for name in self.places}
         for text in str(error).splitlines():
-            name, line, rest = self._place(text, by_text)
-            jobs.setdefault((line, rest), []).extend([name] if name else [])
+            name, line, message = self._locate(text, by_text)
+            jobs.setdefault((line, message), []).extend([name] if name else [])
         lines = []
-        for (line, rest), names in jobs.items():
+        for (line, message), names in jobs.items():
             where = f"{self.path}:{line}: " if line else ""
             more = "" if not names else f" (job {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''})"
-            lines.append(f"{where}{rest}{more}")
-        return JobError(*_few(lines))
+            lines.append(f"{where}{message}{more}")
+        return JobError(*_limit_lines(lines))
 
-    def _place(self, text: str, by_text: dict[str, str]) -> tuple[str, int, str]:
-        """The job that a line is about, the line in the file (0: none), and the rest of the text."""
+    def _locate(self, text: str, by_text: dict[str, str]) -> tuple[str, int, str]:
+        """Return the job that a line is about, the line in the file (0 if unknown), and the rest of the text."""
         match = QUOTED.match(text)
         if match and match[1] in by_text:
             name = by_text[match[1]]
@@ -65,11 +66,11 @@ class JobFile:
 
 
 def load(path: str | os.PathLike[str]) -> JobFile:
-    """Read a job file and build its jobs; JobError with a line for each mistake."""
+    """Read a job file and build its jobs, or raise a JobError with a line for each mistake."""
     file = os.fspath(path)
     problems = Problems(file)
-    text = _text(Path(file), file)
-    root = _tree(file, text, problems)
+    text = _read_text(Path(file), file)
+    root = _parse(file, text, problems)
     for node in too_large(root):
         problems.add(node, "a whole number has more than 64 bits; use a smaller one")
     problems.stop_if_any()
@@ -78,24 +79,24 @@ def load(path: str | os.PathLike[str]) -> JobFile:
     from shoal.jobfile._values import settings
 
     folder = Path(file).resolve().parent
-    chosen = settings(root, folder, problems)
+    run_settings = settings(root, folder, problems)
     try:
         cases = _blocks.cases(root, problems)
         builder = Builder(folder, problems)
         jobs = [job for case in cases for job in builder.jobs(case)]
         problems.stop_if_any()
     except JobError as error:
-        raise JobError(*_few(list(error.lines))) from None
-    return JobFile(path=file, jobs=jobs, settings=chosen, places=builder.places)
+        raise JobError(*_limit_lines(list(error.lines))) from None
+    return JobFile(path=file, jobs=jobs, settings=run_settings, places=builder.places)
 
 
-def _few(lines: list[str]) -> list[str]:
+def _limit_lines(lines: list[str]) -> list[str]:
     more = [f"... and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
     return [*lines[:MOST_LINES], *more]
 
 
-def _text(path: Path, file: str) -> str:
-    """The file as text; errors that have no line name line 1, or the file alone where there is none."""
+def _read_text(path: Path, file: str) -> str:
+    """Return the file as text. An error without a line names line 1, or only the file if it cannot be read."""
     try:
         data = path.read_bytes()
     except IsADirectoryError:
@@ -113,7 +114,7 @@ def _text(path: Path, file: str) -> str:
         raise JobError(f"{file}:{line}: this is not text in UTF-8; save the file as UTF-8") from None
 
 
-def _tree(file: str, text: str, problems: Problems) -> Node:
+def _parse(file: str, text: str, problems: Problems) -> Node:
     if not text.strip():
         raise problems.one(1, "the file is empty; it needs model, data, loss and epochs at least")
     if file.lower().endswith(".toml"):

@@ -1,4 +1,4 @@
-"""From the file's tree to one table of fields for each job: shared fields, `[[jobs]]`, grid, seeds, folds."""
+"""Turn the file's tree into one table of fields for each job: shared fields, `[[jobs]]`, grid, seeds, folds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from shoal.jobs.job import Job
 MOST_JOBS = 100_000
 FIELDS = tuple(field.name for field in fields(Job))
 REFERENCES = ("model", "data", "val", "collate", "loss", "step", "params", "schedule", "average")
-"""Fields that name something: text, or a table with `use` and its arguments."""
+"""Fields that refer to code or data: text, or a table with `use` and its arguments."""
 TABLES = (*REFERENCES, "hparams", "config", "metrics", "stop")
 EITHER = {"epochs": "steps", "loss": "step", "seed": "seeds", "val": "folds"}
-"""Fields of which a job has one: a `[[jobs]]` entry that gives one drops the other of the shared fields."""
+"""Pairs of fields of which a job has one: a `[[jobs]]` entry with one of them drops the other from the shared
+fields."""
 EITHER |= {b: a for a, b in EITHER.items()}
 BLOCK = (*FIELDS, "seeds", "folds", "grid")
 TOP = (*BLOCK, "jobs", "run")
@@ -31,17 +32,17 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One job before it is built, or k of them where it has folds."""
+    """One job before it is built, or k jobs if it has folds."""
 
     name: str
     fields: dict[str, Node]
     folds: Node | None
     line: int
-    """Where its block begins."""
+    """The line where its block begins."""
 
 
 def cases(root: Node, problems: Problems) -> list[Case]:
-    """All jobs of the file, as far as they can be made out; mistakes in keys, grid, seeds and jobs are noted."""
+    """Return all jobs of the file that can be read; mistakes in keys, grid, seeds and jobs are added to `problems`."""
     if not root.is_table:
         raise problems.one(root, f"the file is {root.kind}; write keys and values, such as model and data")
     _check_keys(root, TOP, problems)
@@ -49,7 +50,7 @@ def cases(root: Node, problems: Problems) -> list[Case]:
     blocks = list(_blocks(root, shared, problems))
     all_cases = [case for block in blocks for case in block.cases(problems)]
     if not problems:
-        _same_names(all_cases, problems)
+        _check_unique_names(all_cases, problems)
     return all_cases
 
 
@@ -69,7 +70,7 @@ def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
 
 
 def as_table(field: str, node: Node) -> Node:
-    """Short forms written out: model = "mlp" is {use = "mlp"}, a list of metrics is a table by name."""
+    """Expand short forms: model = "mlp" means {use = "mlp"}, and a list of metrics is a table by name."""
     if field in REFERENCES and isinstance(node.value, str):
         return Node({"use": node}, node.line)
     if field == "metrics" and isinstance(node.value, list) and all(isinstance(n.value, str) for n in node.value):
@@ -78,7 +79,7 @@ def as_table(field: str, node: Node) -> Node:
 
 
 def merge(field: str, old: Node | None, new: Node) -> Node:
-    """A table without `use` adds to the shared one; anything else takes its place."""
+    """Merge a field into the shared one: a table without `use` extends it, anything else replaces it."""
     new = as_table(field, new)
     if old is None or not old.is_table or not new.is_table or field not in (*TABLES, "grid"):
         return new
@@ -93,14 +94,14 @@ def merge(field: str, old: Node | None, new: Node) -> Node:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Jobs that share their fields, up to grid, seeds and folds."""
+    """Jobs that share all fields but those varied by grid, seeds and folds."""
 
     fields: dict[str, Node]
     label: str
     line: int
 
     def axes(self, problems: Problems) -> list[tuple[Keys, list[Node]]]:
-        """What varies: path of a field, and its values. Checked on the way."""
+        """Return the path and the values of each field that varies, and check them."""
         grid = self.fields.get("grid")
         paths = list(_paths(grid, (), problems)) if grid is not None else []
         seeds = self.fields.get("seeds")
@@ -111,7 +112,7 @@ class Block:
         return sorted(paths, key=lambda axis: axis[0] == ("seed",))
 
     def cases(self, problems: Problems) -> Iterator[Case]:
-        """One for each combination."""
+        """Yield one case for each combination of values."""
         axes = self.axes(problems)
         total = math.prod(len(values) for _, values in axes)
         if total > MOST_JOBS:
@@ -131,18 +132,18 @@ class Block:
                 _set(chosen, path, as_table(path[0], value) if len(path) == 1 else value)
             chosen = {key: node for key, node in chosen.items() if node.value is not None}
             if name is not None and "{" in name.value:
-                called = fill(name, chosen, problems)
+                job_name = fill(name, chosen, problems)
             else:
-                called = " ".join(part for part in (self.label, varied_label(paths, values)) if part)
+                job_name = " ".join(part for part in (self.label, varied_label(paths, values)) if part)
             more = {} if name is None else {"name": name}
-            yield Case(called or Path(problems.path).stem, {**chosen, **more}, self.fields.get("folds"), self.line)
+            yield Case(job_name or Path(problems.path).stem, {**chosen, **more}, self.fields.get("folds"), self.line)
 
 
 def _blocks(root: Node, shared: dict[str, Node], problems: Problems) -> Iterator[Block]:
     jobs = root.value.get("jobs")
     if jobs is None:
         name = shared.get("name")
-        yield Block(_given(shared), name.value if name and isinstance(name.value, str) else "", root.line)
+        yield Block(_without_null(shared), name.value if name and isinstance(name.value, str) else "", root.line)
         return
     if not isinstance(jobs.value, list) or not jobs.value:
         problems.add(
@@ -161,16 +162,16 @@ def _blocks(root: Node, shared: dict[str, Node], problems: Problems) -> Iterator
             if key in EITHER and EITHER[key] not in entry.value:
                 merged.pop(EITHER[key], None)
             merged[key] = merge(key, shared.get(key), node)
-        yield Block(_given(merged), label, entry.line)
+        yield Block(_without_null(merged), label, entry.line)
 
 
-def _given(table: dict[str, Node]) -> dict[str, Node]:
-    """Without what is null: as if it had not been written."""
+def _without_null(table: dict[str, Node]) -> dict[str, Node]:
+    """Return the table without null values, which count as absent."""
     return {key: node for key, node in table.items() if node.value is not None}
 
 
 def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, list[Node]]]:
-    """The axes of a grid: nested tables are paths, lists are values."""
+    """Yield the axes of a grid: nested tables are paths, lists are values."""
     if not node.is_table:
         problems.add(node, f"grid is {node.kind}; use a table of lists, such as hparams.lr = [0.1, 0.01]")
         return
@@ -186,10 +187,10 @@ def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, l
             yield here, _axis(".".join(("grid", *here)), child, "a list of values", problems)
 
 
-def _axis(label: str, node: Node, wanted: str, problems: Problems) -> list[Node]:
-    """The values of a list, each of which is there once."""
+def _axis(label: str, node: Node, expected: str, problems: Problems) -> list[Node]:
+    """Return the values of a list, and report duplicates."""
     if not isinstance(node.value, list):
-        problems.add(node, f"{label} is {node.shown()}; use {wanted}")
+        problems.add(node, f"{label} is {node.shown()}; use {expected}")
         return []
     if not node.value:
         problems.add(node, f"{label} is an empty list, which gives no jobs; give it values, or remove it")
@@ -207,7 +208,7 @@ def _seeds(node: Node, problems: Problems) -> list[Node]:
 
 
 def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
-    """Set a value at a path, in copies of the tables on the way."""
+    """Set a value at a path, copying the tables on the way."""
     head, rest = path[0], path[1:]
     inner = table.get(head)
     if rest:
@@ -217,7 +218,7 @@ def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
     table[head] = value
 
 
-def _same_names(all_cases: list[Case], problems: Problems) -> None:
+def _check_unique_names(all_cases: list[Case], problems: Problems) -> None:
     seen: dict[str, Case] = {}
     for case in all_cases:
         first = seen.setdefault(case.name, case)

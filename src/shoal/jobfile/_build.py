@@ -1,4 +1,4 @@
-"""From fields with their lines to jobs."""
+"""Build jobs from fields with their lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shoal.models import MODELS
 from shoal.preparation.checks import field_problems
 
 CALLED = {"loss": 2, "step": 2, "collate": 1, "params": 1}
-"""Functions named in a file, and with how many values they are called."""
+"""Functions named in a file, and the number of values with which each is called."""
 WANTED = {
     "hparams": "a table",
     "config": "a table",
@@ -35,17 +35,17 @@ WANTED = {
     "metrics": "a list of names, or a table of functions by name",
 }
 WRONG = object()
-"""In place of a field's value that could not be made."""
+"""Stands for a field's value that could not be made."""
 
 
 class Builder:
-    """Makes jobs from cases; data and imports are shared among them."""
+    """Builds jobs from cases, which share data and imports."""
 
     def __init__(self, folder: Path, problems: Problems) -> None:
         self.folder = folder
         self.problems = problems
         self.keys_are_wrong = bool(problems)
-        """What is missing may then be there under a wrong key: only other mistakes are reported."""
+        """Whether a key is unknown. A missing field may then be there under a wrong key, so it is not reported."""
         self.places: dict[str, Places] = {}
         """Job name -> the lines of its fields."""
         self._made: dict[Any, Any] = {}
@@ -61,47 +61,47 @@ class Builder:
             "average": make_average,
             **{name: partial(self._function, name) for name in CALLED},
         }
-        """Field -> what makes its value; others are plain values."""
+        """Field -> the function that makes its value; other fields are plain values."""
 
     def jobs(self, case: Case) -> list[Job]:
-        """The job of a case, or its folds; empty where something is wrong with it."""
-        made = {name: self._field(name, node) for name, node in case.fields.items() if name not in ("name", "val")}
-        if any(value is WRONG for value in made.values()):
+        """Return the job of a case, or its folds, or an empty list if there is a mistake in it."""
+        values = {name: self._field(name, node) for name, node in case.fields.items() if name not in ("name", "val")}
+        if any(value is WRONG for value in values.values()):
             return []
-        place = Places(case.fields, case.line)
+        lines = Places(case.fields, case.line)
         try:
             if not self._complete(case):
                 return []
             if "val" in case.fields:
-                made["data"], made["val"] = self._validation(case.fields["val"], made["data"])
-            schedule = made.pop("schedule", None)
-            job = self._job({**made, "name": case.name}, place)
+                values["data"], values["val"] = self._validation(case.fields["val"], values["data"])
+            schedule = values.pop("schedule", None)
+            job = self._job({**values, "name": case.name}, lines)
             self._check_hparams(job.optimizer, case)
             parts = [job] if case.folds is None else make_folds(case.folds, job)
             parts = [self._scheduled(part, schedule) for part in parts]
-            self.places.update({part.name: place for part in parts})
+            self.places.update({part.name: lines for part in parts})
             for line in field_problems(parts[0]):
-                raise Mistake(place.line_of(line), line)
+                raise Mistake(lines.line_of(line), line)
             return parts
         except Mistake as mistake:
             self.problems.note(mistake)
             return []
 
     def _complete(self, case: Case) -> bool:
-        """Whether a job has what every job needs."""
-        given = case.fields
-        missing = [name for name in ("model", "data") if name not in given]
+        """Return whether a job has the fields that every job needs."""
+        fields = case.fields
+        missing = [name for name in ("model", "data") if name not in fields]
         if self.keys_are_wrong:
-            return not missing and ("loss" in given or "step" in given) and ("epochs" in given or "steps" in given)
+            return not missing and ("loss" in fields or "step" in fields) and ("epochs" in fields or "steps" in fields)
         if missing:
             raise Mistake(case.line, f"a job has no {' and no '.join(missing)}; set {' = ..., '.join(missing)} = ...")
         return True
 
-    def _job(self, made: dict[str, Any], place: Places) -> Job:
+    def _job(self, values: dict[str, Any], place: Places) -> Job:
         try:
-            return Job(**made)
+            return Job(**values)
         except JobError as error:
-            label = f"job {made['name']!r}: "
+            label = f"job {values['name']!r}: "
             lines = [text.removeprefix(label).replace("True or False", "true or false") for text in error.lines]
         for line in lines:
             self.problems.add(place.line_of(line), line)
@@ -115,11 +115,11 @@ class Builder:
         self._once(key, hparams.line, call)
 
     def _field(self, name: str, node: Node) -> Any:
-        """One field's value; mistakes are noted."""
+        """Return the value of one field, or WRONG after adding the mistake to `problems`."""
         try:
             if name in TABLES and not node.is_table:
-                wanted = WANTED.get(name, "a name, or a table with `use`")
-                raise Mistake(node, f"{name} is {node.shown()} ({node.kind}); use {wanted}")
+                expected = WANTED.get(name, "a name, or a table with `use`")
+                raise Mistake(node, f"{name} is {node.shown()} ({node.kind}); use {expected}")
             if name not in self._makers:
                 return node.plain()
             return self._once((name, repr(node.plain())), node.line, lambda: self._makers[name](node))
@@ -128,7 +128,8 @@ class Builder:
             return WRONG
 
     def _once(self, key: Any, line: int, make: Callable[[], Any]) -> Any:
-        """What was made before under this key, wherever; or the mistake that came of it on this line."""
+        """Return the value that was made before under this key, or make it; a mistake is repeated for each line that
+        has it."""
         if key not in self._made and (key, line) not in self._mistakes:
             try:
                 self._made[key] = make()
@@ -139,7 +140,8 @@ class Builder:
         return self._made[key]
 
     def _reference(self, field: str, node: Node, known: Mapping[str, Any], given: int = 0) -> Any:
-        """The class or function that a field names, with its arguments; it is called with `given` values more."""
+        """Return the class or function that a field names, with its arguments; it is called with `given` further
+        values."""
         use, arguments = split(field, node)
         reference = find(field, use, known, self.folder)
         if not callable(reference):
@@ -153,7 +155,7 @@ class Builder:
         given = CALLED.get(name, 2)
         if not isinstance(find(name, use, known, self.folder), type):
             return self._reference(name, node, known, given)
-        make = self._reference(name, node, known)  # such as nn.CrossEntropyLoss: built once, then called
+        make = self._reference(name, node, known)  # a class such as nn.CrossEntropyLoss is built once, then called
         made = guarded(use, f"{name}: building {use.value!r}", make)
         check_arguments(name, use, made, {}, given)
         return made
@@ -190,7 +192,7 @@ class Builder:
         return guarded(use, "schedule", self._reference("schedule", node, _known.OVERS), ours=True)
 
     def _scheduled(self, job: Job, schedule: Any) -> Job:
-        """The schedule last: its length may follow from the data."""
+        """Return the job with its schedule, which is added last because its length may depend on the data."""
         if schedule is None:
             return job
         if isinstance(schedule, _known.Over):
@@ -223,7 +225,7 @@ class Builder:
         return guarded(use, f"{field}: calling {text!r}", bound(reference, arguments), ours=ours)
 
     def _validation(self, node: Node, data: Any) -> tuple[Any, Any]:
-        """Data to train on and to validate on: data of its own, or a share of the rows."""
+        """Return the data to train on and to validate on, which is other data or a share of the rows."""
         share = node.value.get("share") if node.is_table else node
         if node.is_table and share is None:
             return data, self._once(("data", repr(node.plain())), node.line, lambda: self._data("val", node))
@@ -234,18 +236,18 @@ class Builder:
         if not 0 < number < 1:
             raise Mistake(share, f"val is {share.shown()}; use a share of the rows between 0 and 1, or data")
         key = ("share", id(data), number, seed)
-        made = self._once(key, node.line, lambda: (data, *self._shared_out(node, data, number, seed)))
+        made = self._once(key, node.line, lambda: (data, *self._split_rows(node, data, number, seed)))
         return made[1], made[2]
 
-    def _shared_out(self, node: Node, data: Any, share: float, seed: int) -> tuple[Rows, Rows]:
+    def _split_rows(self, node: Node, data: Any, share: float, seed: int) -> tuple[Rows, Rows]:
         if gives_batches(data):
             raise Mistake(node, "data is a DataLoader, whose rows have no numbers; give val data of its own")
         n = self._count(node, data)
-        taken = round(n * share)
-        if not 0 < taken < n:
+        num_val = round(n * share)
+        if not 0 < num_val < n:
             raise Mistake(node, f"val is {share} of {n} rows, which leaves nothing on one side; use another share")
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed % 2**63))
-        return Rows(data, order[taken:].sort().values), Rows(data, order[:taken].sort().values)
+        return Rows(data, order[num_val:].sort().values), Rows(data, order[:num_val].sort().values)
 
     def _count(self, node: Node, data: Any) -> int:
         job = Job(model=nn.Identity(), data=data, loss=nn.functional.mse_loss, epochs=1)
@@ -256,11 +258,11 @@ class Builder:
 
 
 def _share(share: float, seed: int = 0) -> None:
-    """What a table for `val` may hold that is a share of the rows."""
+    """Define the keys of a `val` table that takes a share of the rows."""
 
 
 def _length(job: Job, rows: int) -> int:
-    """Steps of a job, or epochs where its schedule goes by them."""
+    """Return the steps of a job, or its epochs if its schedule is stepped per epoch."""
     batches = rows // job.batch_size if job.drop_last else -(-rows // job.batch_size)
     batches = rows if gives_batches(job.data) else batches
     per_epoch = max(1, -(-batches // job.accumulate))

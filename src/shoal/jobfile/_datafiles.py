@@ -1,4 +1,4 @@
-"""Data for job files: the digits that scikit-learn ships, and files of arrays, tables and text."""
+"""Data for job files: the digits of scikit-learn, and files of arrays, tables and text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITERS = {
 
 
 def digits(form: str = "flat", side: int = 8) -> tuple[Tensor, Tensor]:
-    """1797 handwritten digits from 0 to 1: flat [64], image [1, 8, 8], or rows [8, 8], a sequence of 8 rows."""
+    """Return 1797 images of digits, scaled to 0 to 1, as flat [64], image [1, 8, 8], or rows [8, 8] for sequences."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -43,23 +43,25 @@ def digits(form: str = "flat", side: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def arrays(file: Path, inputs: str | list[str] = "x", target: str | None = "y", dtype: str | None = None) -> Any:
-    """Arrays by name from .npz, .safetensors or .pt: (*inputs, target). A .pt may also hold a tuple of tensors."""
-    held = _held(file)
-    if not isinstance(held, Mapping):
-        if isinstance(held, (tuple, list)) and held and all(isinstance(t, Tensor) for t in held):
-            return tuple(held)
-        raise ValueError(f"it holds a {type(held).__name__}; save a dict or a tuple of tensors")
-    wanted = [inputs] if isinstance(inputs, str) else list(inputs)
-    names = [*wanted, *([] if target is None else [target])]
+    """Return arrays by name, (*inputs, target), from .npz, .safetensors or .pt. A .pt may also hold a tuple of
+    tensors."""
+    content = _read_arrays(file)
+    if not isinstance(content, Mapping):
+        if isinstance(content, (tuple, list)) and content and all(isinstance(t, Tensor) for t in content):
+            return tuple(content)
+        raise ValueError(f"it holds a {type(content).__name__}; save a dict or a tuple of tensors")
+    input_names = [inputs] if isinstance(inputs, str) else list(inputs)
+    names = [*input_names, *([] if target is None else [target])]
     for name in names:
-        if name not in held:
-            there = ", ".join(map(str, held)) or "nothing"
-            raise ValueError(f"it has no {name!r}; it has {there}: say which with inputs and target")
-    return tuple(_as(_tensor(name, held[name]), dtype if name in wanted else None) for name in names)
+        if name not in content:
+            available = ", ".join(map(str, content)) or "nothing"
+            raise ValueError(f"it has no {name!r}; it has {available}: say which with inputs and target")
+    return tuple(_convert(_tensor(name, content[name]), dtype if name in input_names else None) for name in names)
 
 
-def _held(file: Path) -> Any:
-    """What a file holds; ValueError where it is not of the kind that its name says, or holds more than numbers."""
+def _read_arrays(file: Path) -> Any:
+    """Return the contents of a file, or raise a ValueError if it is not of the type that its name says or not only
+    numbers."""
     suffix = file.suffix.lower()
     try:
         if suffix == ".npz":
@@ -91,17 +93,17 @@ def _tensor(name: str, value: Any) -> Tensor:
         raise ValueError(f"{name!r} {error}") from None
 
 
-def _as(tensor: Tensor, dtype: str | None) -> Tensor:
-    """float64 becomes float32 and small whole numbers int64, unless a type is given."""
+def _convert(tensor: Tensor, dtype: str | None) -> Tensor:
+    """Convert to `dtype`, or by default float64 to float32 and small integers to int64."""
     if dtype is not None:
-        wanted = getattr(torch, dtype, None)
-        if not isinstance(wanted, torch.dtype):
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype):
             raise ValueError(f"dtype is {dtype!r}; use float32, float64, int64 or the like")
-        return tensor.to(wanted)
+        return tensor.to(torch_dtype)
     if tensor.dtype == torch.float64:
         return tensor.float()
-    whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
-    return tensor.long() if whole else tensor
+    small_integers = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
+    return tensor.long() if small_integers else tensor
 
 
 def table(
@@ -111,7 +113,7 @@ def table(
     classes: bool | None = None,
     delimiter: str = ",",
 ) -> tuple[Tensor, Tensor]:
-    """A .csv with a head line. The target is a column, the last by default; words and whole numbers are classes."""
+    """Read a .csv with a header line. The target is the last column by default; words and whole numbers are classes."""
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}; use one character")
     rows = _rows(file, delimiter)
@@ -123,20 +125,20 @@ def table(
     for line, row in body:
         if len(row) != len(head):
             raise ValueError(f"line {line} has {len(row)} cells, its head has {len(head)}")
-    goal = head[-1] if target is None else target
-    chosen = [name for name in head if name != goal] if inputs is None else inputs
-    for name in (goal, *chosen):
+    target_column = head[-1] if target is None else target
+    chosen = [name for name in head if name != target_column] if inputs is None else inputs
+    for name in (target_column, *chosen):
         if name not in head:
             raise ValueError(f"it has no column {name!r}; it has {', '.join(head)}")
     if not chosen:
         raise ValueError("it has one column only; inputs and a target are needed")
-    places = [head.index(name) for name in chosen]
-    x = torch.tensor([[_number(row[i], line, head[i]) for i in places] for line, row in body], dtype=torch.float32)
-    return x, _target([(line, row[head.index(goal)].strip()) for line, row in body], goal, classes)
+    indices = [head.index(name) for name in chosen]
+    x = torch.tensor([[_number(row[i], line, head[i]) for i in indices] for line, row in body], dtype=torch.float32)
+    return x, _target([(line, row[head.index(target_column)].strip()) for line, row in body], target_column, classes)
 
 
 def _rows(file: Path, delimiter: str) -> list[tuple[int, list[str]]]:
-    """The lines that are not empty, each with its number."""
+    """Return the non-empty lines, each with its number."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as text:
             reader = csv.reader(text, delimiter=delimiter)
@@ -155,31 +157,31 @@ def _number(cell: str, line: int, column: str) -> float:
 
 
 def _target(cells: list[tuple[int, str]], column: str, classes: bool | None) -> Tensor:
-    """Classes as whole numbers [N], or numbers [N, 1]. Words are classes, in alphabetical order."""
+    """Return classes as whole numbers [N], or numbers [N, 1]. Words are classes, in alphabetical order."""
     try:
         numbers = [float(cell) for _, cell in cells]
     except ValueError:
         if classes is False:
             return torch.tensor([[_number(cell, line, column)] for line, cell in cells])
-        numbered = {name: i for i, name in enumerate(sorted({cell for _, cell in cells}))}
-        return torch.tensor([numbered[cell] for _, cell in cells])
-    whole = all(number.is_integer() for number in numbers)
-    if classes and not whole:
+        class_of = {name: i for i, name in enumerate(sorted({cell for _, cell in cells}))}
+        return torch.tensor([class_of[cell] for _, cell in cells])
+    all_integers = all(number.is_integer() for number in numbers)
+    if classes and not all_integers:
         raise ValueError(f"column {column!r} is to hold classes, but has numbers that are not whole")
-    if classes or (classes is None and whole):
+    if classes or (classes is None and all_integers):
         return torch.tensor([int(number) for number in numbers])
     return torch.tensor(numbers, dtype=torch.float32).unsqueeze(1)
 
 
 def text(file: Path, tokens: int = 128) -> tuple[Tensor, Tensor]:
-    """A .txt as sequences of bytes: inputs [N, tokens], and the same one byte later."""
+    """Read a .txt as sequences of bytes: inputs [N, tokens], and the same one byte later as targets."""
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; use 1 or more")
-    held = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).long()
-    rows = (len(held) - 1) // tokens
+    content = torch.from_numpy(np.fromfile(file, dtype=np.uint8)).long()
+    rows = (len(content) - 1) // tokens
     if rows < 1:
-        raise ValueError(f"it has {len(held)} bytes; a sequence of {tokens} tokens needs {tokens + 1}")
-    inputs, targets = held[: rows * tokens], held[1 : rows * tokens + 1]
+        raise ValueError(f"it has {len(content)} bytes; a sequence of {tokens} tokens needs {tokens + 1}")
+    inputs, targets = content[: rows * tokens], content[1 : rows * tokens + 1]
     return inputs.view(rows, tokens), targets.reshape(rows, tokens)
 
 
@@ -191,4 +193,4 @@ READERS: dict[str, Callable[..., Any]] = {
     ".csv": table,
     ".txt": text,
 }
-"""How a file is read, by the end of its name."""
+"""The function that reads a file, by the end of its name."""

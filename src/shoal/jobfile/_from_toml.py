@@ -1,7 +1,7 @@
-"""TOML with the line of every key.
+"""Parse TOML with the line of every key.
 
-tomllib gives no positions, but a file is a row of statements, and each of them can be read alone: what is in it begins
-on its first line. A list over several lines is read in the same way, some of its lines at a time.
+tomllib gives no positions, but a file is a sequence of statements, each of which can be parsed alone: its contents
+begin on its first line. A list over several lines is parsed in the same way, some of its lines at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shoal.jobfile._tree import Node, Problems
 Path = tuple[str | int, ...]
 DIGITS = re.compile(r"[0-9_]{4000,}")
 ENDS = ("]", '"""', "'''")
-"""One of these is on the last line of a statement of several lines."""
+"""The last line of a statement of several lines contains one of these."""
 
 
 def read(text: str, problems: Problems) -> Node:
-    """The file as a tree; JobError where it is not TOML."""
+    """Return the file as a tree, or raise a JobError if it is not TOML."""
     text = text.replace("\r\n", "\n")
     try:
         data = tomllib.loads(text)
@@ -28,7 +28,7 @@ def read(text: str, problems: Problems) -> Node:
         raise _not_toml(str(error), text, problems) from None
     except RecursionError:
         raise problems.one(1, "lists or tables are nested too deep; write the file flatter") from None
-    except ValueError as error:  # a number of thousands of digits, a date that is none
+    except ValueError as error:  # a number of thousands of digits, or an invalid date
         digits = DIGITS.search(text)
         line = text.count("\n", 0, digits.start()) + 1 if digits else 1
         what = "a number has thousands of digits; use one of 64 bits" if digits else f"this is not TOML: {error}"
@@ -37,8 +37,8 @@ def read(text: str, problems: Problems) -> Node:
 
 
 def _not_toml(message: str, text: str, problems: Problems) -> Exception:
-    place = re.search(r"\(at line (\d+), column \d+\)$", message)
-    line = int(place[1]) if place else text.rstrip("\n").count("\n") + 1
+    position = re.search(r"\(at line (\d+), column \d+\)$", message)
+    line = int(position[1]) if position else text.rstrip("\n").count("\n") + 1
     if "overwrite" in message or "already" in message or "twice" in message:
         return problems.one(line, f"a key or table is given twice ({message}); keep one of them")
     hint = ', or the file is YAML: end its name in ".yaml"' if re.search(r"(?m)^\s*(- |[\w.]+:( |$))", text) else ""
@@ -55,13 +55,13 @@ def _placed(data: Any, path: Path, line: int, lines: dict[Path, int]) -> Node:
 
 
 def lines_of(text: str) -> dict[Path, int]:
-    """Path -> line, for valid TOML; what a statement holds inside of one line has the line of that.
+    """Return the line of each path in valid TOML; values within one line have the line of their statement.
 
     >>> lines_of('a = 1\\n[b]\\nc.d = [\\n 2,\\n 3]')
     {('a',): 1, ('b',): 2, ('b', 'c'): 3, ('b', 'c', 'd'): 3, ('b', 'c', 'd', 0): 4, ('b', 'c', 'd', 1): 5}
     """
     lines: dict[Path, int] = {}
-    tables: dict[Path, int] = {}  # in each [[list of tables]] so far
+    tables: dict[Path, int] = {}  # the last index in each [[list of tables]] so far
     base: Path = ()
     for line, statement, data in _pieces(text, ""):
         keys, value = _descend(data)
@@ -91,7 +91,11 @@ def lines_of(text: str) -> dict[Path, int]:
 
 
 def _pieces(text: str, before: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """The shortest runs of lines that can be read alone: first line, text, content. `before` is put before each."""
+    """Yield the shortest sequences of lines that can be parsed alone: first line, text, contents.
+
+    Args:
+        before: Text that is put before each piece.
+    """
     piece, first = "", 1
     for number, line in enumerate(text.split("\n"), 1):
         piece += line + "\n"
@@ -107,7 +111,7 @@ def _pieces(text: str, before: str) -> Iterator[tuple[int, str, dict[str, Any]]]
 
 
 def _descend(data: Any) -> tuple[list[str], Any]:
-    """The keys on the way into a statement's content, as long as there is one way, and what is there."""
+    """Return the keys on the way into a statement's contents while there is only one key, and the value there."""
     keys = []
     while isinstance(data, dict) and len(data) == 1:
         ((key, data),) = data.items()

@@ -1,7 +1,7 @@
-"""YAML with the line of every key: PyYAML's nodes carry marks, and plain values are read as YAML 1.2 has them.
+"""Parse YAML with the line of every key, with plain values as in YAML 1.2.
 
-PyYAML itself follows YAML 1.1, where `1e-3` is text, `no` is false and `1:30` is ninety. Those are traps in a file of
-learning rates, so its nodes are taken as text and read here.
+PyYAML follows YAML 1.1, where `1e-3` is text, `no` is false and `1:30` is ninety, which are traps in a file of learning
+rates. So its nodes, which carry lines, are taken as text and converted here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.jobfile._tree import Node, Problems
 
 MERGE = "tag:yaml.org,2002:merge"
 MOST_NODES = 200_000
-"""Values in a file once its aliases are written out."""
+"""The largest number of values in a file once its aliases are expanded."""
 DOTTED = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)+")
 SCALARS: tuple[tuple[str, Callable[[str], Any]], ...] = (
     (r"|~|null|Null|NULL", lambda text: None),
@@ -25,11 +25,11 @@ SCALARS: tuple[tuple[str, Callable[[str], Any]], ...] = (
     (r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", float),
     (r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", lambda text: float(text.lower().replace(".", ""))),
 )
-"""Plain values that are no text, and what makes them."""
+"""Patterns of plain values that are not text, with the function that converts each."""
 
 
 def read(text: str, problems: Problems) -> Node:
-    """The file as a tree; JobError where it is not YAML."""
+    """Return the file as a tree, or raise a JobError if it is not YAML."""
     try:
         import yaml
     except ImportError:
@@ -58,14 +58,14 @@ def read(text: str, problems: Problems) -> Node:
 
 
 class Reader:
-    """From PyYAML's nodes to ours."""
+    """Converts PyYAML's nodes to ours."""
 
     def __init__(self, problems: Problems, loader: Any) -> None:
         self.problems, self.loader = problems, loader
         self.count = 0
 
     def node(self, node: Any, line: int) -> Node:
-        """One value; `line` is that of its key."""
+        """Convert one value; `line` is the line of its key."""
         start = node.start_mark.line + 1
         self.count += 1
         if self.count > MOST_NODES:
@@ -81,22 +81,22 @@ class Reader:
         return Node(self._scalar(node, start), line)
 
     def _table(self, node: Any) -> dict[str, Node]:
-        given = [pair for pair in node.value if pair[0].tag != MERGE]
-        self.loader.flatten_mapping(node)  # what `<<` merges comes first
+        own_pairs = [pair for pair in node.value if pair[0].tag != MERGE]
+        self.loader.flatten_mapping(node)  # puts the pairs that `<<` merges first
         table: dict[str, Node] = {}
-        merged = reversed(node.value[: len(node.value) - len(given)])
-        for place, (key, value) in enumerate((*given, *merged)):
+        merged = reversed(node.value[: len(node.value) - len(own_pairs)])
+        for index, (key, value) in enumerate((*own_pairs, *merged)):
             line = key.start_mark.line + 1
             if key.id != "scalar" or (key.style is None and self._scalar(key, line) is None):
                 raise self.problems.one(line, "a key must be text; quote it")
             dotted = key.style is None and DOTTED.fullmatch(key.value)
             path = key.value.split(".") if dotted else [key.value]
-            if place < len(given) or path[0] not in table:
+            if index < len(own_pairs) or path[0] not in table:
                 self._put(table, path, self.node(value, line))
         return table
 
     def _put(self, table: dict[str, Node], path: list[str], node: Node) -> None:
-        """Set a key; `hparams.lr: 1` is `hparams: {lr: 1}`, as in TOML."""
+        """Set a key; `hparams.lr: 1` means `hparams: {lr: 1}`, as in TOML."""
         for part in path[:-1]:
             inner = table.setdefault(part, Node({}, node.line))
             if not inner.is_table:
@@ -114,6 +114,6 @@ class Reader:
             if re.fullmatch(pattern, node.value):
                 try:
                     return make(node.value)
-                except ValueError:  # Python reads a few thousand digits
+                except ValueError:  # Python limits the number of digits
                     raise self.problems.one(line, "a number has thousands of digits; use one of 64 bits") from None
         return node.value

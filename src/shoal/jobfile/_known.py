@@ -1,4 +1,4 @@
-"""What job files know by name: losses, metrics, optimizers, schedules. Models are in `shoal.models`."""
+"""The names that job files know: losses, metrics, optimizers, schedules. Models are in `shoal.models`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 
 def token_cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """Mean cross entropy over every token of every sequence."""
+    """Return the mean cross entropy over every token of every sequence."""
     return F.cross_entropy(logits_BTV.flatten(0, -2), target_BT.flatten())
 
 
@@ -29,27 +29,27 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of rows (or tokens) whose largest output is their class."""
+    """Return the fraction of rows (or tokens) whose largest output is their class."""
     return (outputs.argmax(-1) == targets).double().mean().item()
 
 
 def binary_accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of rows on the right side: outputs are logits, targets 0 or 1."""
+    """Return the fraction of rows on the right side; outputs are logits, targets 0 or 1."""
     return ((outputs > 0) == (targets > 0.5)).double().mean().item()
 
 
 def mse(outputs: Tensor, targets: Tensor) -> float:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return (outputs.double() - targets.double()).square().mean().item()
 
 
 def rmse(outputs: Tensor, targets: Tensor) -> float:
-    """Root of the mean squared error."""
+    """Return the root of the mean squared error."""
     return math.sqrt(mse(outputs, targets))
 
 
 def mae(outputs: Tensor, targets: Tensor) -> float:
-    """Mean absolute error."""
+    """Return the mean absolute error."""
     return (outputs.double() - targets.double()).abs().mean().item()
 
 
@@ -76,14 +76,14 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Over:
-    """A factor on the learning rate over the whole of a job: up during `warmup`, then down to `floor`."""
+    """A factor of the learning rate over the entire job: rising during `warmup`, then falling to `floor`."""
 
     warmup: int = 0
-    """Steps (epochs, with schedule_every = "epoch") of a rise from near 0."""
+    """The number of steps (or epochs, with schedule_every = "epoch") in which the factor rises from near 0."""
     floor: float = 0.0
     """The factor at the end."""
     total: int = 1
-    """Steps or epochs of the job; known once its data is."""
+    """The number of steps or epochs of the job, which is set once its data is known."""
 
     def __post_init__(self) -> None:
         for name in ("warmup", "floor"):
@@ -98,23 +98,23 @@ class Over:
         return self.floor + (1 - self.floor) * self.shape(min(1.0, (step - self.warmup) / left))
 
     def shape(self, done: float) -> float:
-        """From 1 to 0 as `done` goes from 0 to 1."""
+        """Return the factor between 1 and 0 as `done` goes from 0 to 1."""
         return 1.0
 
 
 class Constant(Over):
-    """Stays at 1 after the warm-up."""
+    """A factor that stays at 1 after the warm-up."""
 
 
 class Linear(Over):
-    """A straight line."""
+    """A factor that falls in a straight line."""
 
     def shape(self, done: float) -> float:
         return 1 - done
 
 
 class Cosine(Over):
-    """Half a cosine."""
+    """A factor that falls as half a cosine."""
 
     def shape(self, done: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * done))

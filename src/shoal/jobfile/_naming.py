@@ -1,4 +1,4 @@
-"""Names of jobs: what varies, in short; or the file's own pattern."""
+"""Names of jobs: a short text of what varies, or the file's own pattern."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from shoal.jobfile._tree import Node, Problems, did_you_mean, text_of
 
 LONGEST = 80
 QUIET = ("name", "grid", "seeds", "folds", "owner", "priority")
-"""Keys of an entry that say nothing about which job it is."""
+"""Keys of an entry that do not tell which job it is."""
 PATTERN = re.compile(r"\{([^{}]*)\}")
 
 
 def short_name(use: str) -> str:
-    """What is used, without where it comes from: "nets.py:Net" is Net."""
+    """Return a name without its location: "nets.py:Net" is "Net"."""
     return use.rpartition(":")[2].rpartition("/")[2]
 
 
 def value_text(node: Node) -> str:
-    """A value as it is written in a name."""
+    """Return a value as it is written in a name."""
     if node.is_table:
         parts = dict(node.value)
         use = parts.pop("use", None)
@@ -33,21 +33,21 @@ def value_text(node: Node) -> str:
 
 
 def varied_label(paths: Sequence[tuple[str, ...]], values: Sequence[Node]) -> str:
-    """ "lr=0.01 seed=3": each path by its last word, or whole where two end alike."""
-    last = [path[-1] for path in paths]
+    """Return a label such as "lr=0.01 seed=3", with the last part of each path, or the full path if two end alike."""
+    last_parts = [path[-1] for path in paths]
     parts = []
     for path, value in zip(paths, values, strict=True):
         if path == ("model",):
             parts.append(value_text(value))
         else:
-            word = path[-1] if last.count(path[-1]) == 1 else ".".join(path)
-            parts.append(f"{word}={value_text(value)}")
+            key = path[-1] if last_parts.count(path[-1]) == 1 else ".".join(path)
+            parts.append(f"{key}={value_text(value)}")
     return " ".join(parts)
 
 
 def entry_labels(entries: Sequence[Node], shared: Node | None) -> list[str]:
-    """What the entries of [[jobs]] are called: their names, their models where these differ, or what they change."""
-    before = f"{shared.value} " if shared is not None and isinstance(shared.value, str) else ""
+    """Return labels for the entries of [[jobs]]: their names, their models if these differ, or what they change."""
+    prefix = f"{shared.value} " if shared is not None and isinstance(shared.value, str) else ""
     models = [_model(entry) for entry in entries]
     labels = []
     for number, (entry, model) in enumerate(zip(entries, models, strict=True), 1):
@@ -56,15 +56,15 @@ def entry_labels(entries: Sequence[Node], shared: Node | None) -> list[str]:
         if name is not None and isinstance(name.value, str):
             labels.append(name.value)
         elif model and models.count(model) == 1:
-            labels.append(before + model)
+            labels.append(prefix + model)
         else:
-            label = before + " ".join(parts)
-            labels.append((label if len(label) <= LONGEST else f"{before}job {number}").strip())
+            label = prefix + " ".join(parts)
+            labels.append((label if len(label) <= LONGEST else f"{prefix}job {number}").strip())
     return labels
 
 
 def _model(entry: Node) -> str:
-    """The model that an entry chooses, in short; empty where it chooses none."""
+    """Return the short name of the model that an entry chooses, or "" if it chooses none."""
     node = entry.value.get("model")
     use = node.value.get("use") if node is not None and node.is_table else node
     return short_name(use.value) if use is not None and isinstance(use.value, str) else ""
@@ -79,7 +79,7 @@ def _name_parts(path: tuple[str, ...], node: Node) -> list[str]:
 
 
 def fill(pattern: Node, fields: Mapping[str, Node], problems: Problems) -> str:
-    """The file's own name for a job: {seed}, {hparams.lr} ... are its fields."""
+    """Fill the file's own pattern for a job's name, in which {seed}, {hparams.lr} ... are the job's fields."""
 
     def value(match: re.Match[str]) -> str:
         node: Node | None = None

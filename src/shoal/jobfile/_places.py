@@ -1,4 +1,4 @@
-"""Where in the file a mistake belongs that was found later, in a job that has no lines any more."""
+"""Find the line in the file for a mistake that was found later, in a job that no longer has lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BEGINS = {
     "validating": "val",
     "metric": "metrics",
 }
-"""How a line about a job begins that does not name its field, and that field; others are about the model."""
+"""Beginnings of lines about a job that do not name their field, and that field; other such lines are about the
+model."""
 
 
 class Places:
@@ -25,12 +26,12 @@ class Places:
         self.line = line
 
     def line_of(self, text: str) -> int:
-        """The line of the field that a mistake names first, before what was raised or is to be done."""
+        """Return the line of the first field that a mistake names before the error that was raised or the fix."""
         known = dict(self.fields)
         hparams = self.fields.get("hparams")
         if hparams is not None and hparams.is_table:
             known = hparams.value | known
-        begun = [field for begin, field in BEGINS.items() if text.startswith(begin)]
+        field_by_beginning = [field for begin, field in BEGINS.items() if text.startswith(begin)]
         words = re.findall(r"\w+", re.split(r" raised|[;:]", text)[0])
-        node = next((known[name] for name in (*begun, *words, "model") if name in known), None)
+        node = next((known[name] for name in (*field_by_beginning, *words, "model") if name in known), None)
         return node.line if node is not None else self.line

@@ -1,4 +1,4 @@
-"""What a field names: something known, or an import path "module:name" or "file.py:name"; and its arguments."""
+"""Resolve what a field names: a known name, or an import path "module:name" or "file.py:name"; and its arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shoal.jobfile._tree import KINDS, Mistake, Node, did_you_mean
 from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code, place_of
 
 SIMPLE = {kind: name for kind, name in KINDS if kind in (bool, int, float, str)}
-"""Types of which a file can give a value for an argument, and their names in an error."""
+"""Types of arguments whose values a file can contain, with their names in errors."""
 
 
 def split(field: str, node: Node) -> tuple[Node, dict[str, Node]]:
-    """The `use` of a reference, and its arguments."""
+    """Return the `use` of a reference, and its arguments."""
     if not node.is_table:
         raise Mistake(node, f"{field} is {node.shown()}; use a name, an import path, or a table with `use`")
     arguments = dict(node.value)
@@ -36,7 +36,7 @@ def split(field: str, node: Node) -> tuple[Node, dict[str, Node]]:
 
 
 def find(field: str, use: Node, known: Mapping[str, Any], folder: Path) -> Any:
-    """The object that a text names."""
+    """Return the object that a text names."""
     text = str(use.value)
     if text in known:
         return known[text]
@@ -54,7 +54,7 @@ def find(field: str, use: Node, known: Mapping[str, Any], folder: Path) -> Any:
 
 
 def imported(field: str, use: Node, folder: Path) -> Any:
-    """What an import path leads to; whatever its module does wrong is the reference's mistake."""
+    """Return the object at an import path; errors of its module are reported at the reference."""
     where, _, name = str(use.value).rpartition(":")
     where, name = where.strip(), name.strip()
     if not where or not all(part.isidentifier() for part in name.split(".")):
@@ -69,9 +69,10 @@ def imported(field: str, use: Node, folder: Path) -> Any:
 
 
 def guarded(line: int | Node, what: str, call: Callable[[], Any], *, ours: bool = False) -> Any:
-    """Run code of the user's. Its errors, and its attempts to leave, are one line; what it prints goes to stderr.
+    """Call the user's code, report its errors and exits as a Mistake of one line, and send its output to stderr.
 
-    `ours`: it is our own code, which says what is wrong in a ValueError.
+    Args:
+        ours: The code is Shoal's own, whose ValueErrors already say what is wrong.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -101,11 +102,15 @@ def check_arguments(
     *,
     typed: bool = False,
 ) -> None:
-    """Whether `function` can be called with `given` values and these arguments; `typed`: annotations hold too."""
+    """Raise a Mistake unless `function` can be called with `given` positional values and these arguments.
+
+    Args:
+        typed: Check the annotated types too.
+    """
     label, what = (field, "") if use.is_table else (f"{field} {use.value!r}", "argument ")
     try:
         signature = inspect.signature(function, eval_str=typed)
-    except Exception:  # it has none, or its annotations cannot be read
+    except Exception:  # it has no signature, or its annotations cannot be evaluated
         return
     parameters = signature.parameters.values()
     names = {p.name: p for p in list(parameters)[given:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -123,24 +128,24 @@ def check_arguments(
 
 
 def _check_type(label: str, node: Node, annotation: Any) -> None:
-    """Whether an argument has the type that is wanted, as far as that is one of `SIMPLE`."""
-    wanted = get_args(annotation) or (annotation,)
-    plain = [kind for kind in (*SIMPLE, NoneType) if any(kind is each for each in wanted)]
-    words = " or ".join(SIMPLE[kind] for kind in plain if kind in SIMPLE)
-    allowed = {*plain, *([int] if float in plain else ())}
+    """Raise a Mistake if an argument does not have the annotated type, as far as that is one of `SIMPLE`."""
+    annotated = get_args(annotation) or (annotation,)
+    simple = [kind for kind in (*SIMPLE, NoneType) if any(kind is each for each in annotated)]
+    expected = " or ".join(SIMPLE[kind] for kind in simple if kind in SIMPLE)
+    allowed = {*simple, *([int] if float in simple else ())}
     kind = type(node.value)
-    others = len(wanted) > len(plain)  # a list or a table may do for them
-    if words and kind not in allowed and (kind in SIMPLE or kind is NoneType or not others):
-        raise Mistake(node, f"{label} is {node.shown()} ({node.kind}); use {words}")
+    others = len(annotated) > len(simple)  # a list or a table may fit one of them
+    if expected and kind not in allowed and (kind in SIMPLE or kind is NoneType or not others):
+        raise Mistake(node, f"{label} is {node.shown()} ({node.kind}); use {expected}")
 
 
 def bound(function: Callable[..., Any], arguments: Mapping[str, Node]) -> Callable[..., Any]:
-    """The function with its arguments filled in, and a name that shows them."""
+    """Return the function with its arguments filled in, under a name that shows them."""
     if not arguments:
         return function
     plain = {name: node.plain() for name, node in arguments.items()}
     made = partial(function, **plain)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     arguments_text = ", ".join(f"{key}={value!r}" for key, value in plain.items())
-    made.__qualname__ = f"{name}({arguments_text})"  # type: ignore[attr-defined]  # a run folder tells jobs apart by it
+    made.__qualname__ = f"{name}({arguments_text})"  # type: ignore[attr-defined]  # a run folder distinguishes jobs by it
     return made

@@ -1,4 +1,4 @@
-"""What a job file says, as a tree whose every value knows its line; and mistakes, collected with theirs."""
+"""The contents of a job file as a tree in which every value knows its line, and mistakes collected with their lines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from shoal.errors import JobError
 
 LONGEST = 60
-"""Characters of a value that an error shows."""
+"""How many characters of a value an error shows."""
 LARGEST = 2**64
-"""Whole numbers stay below this; the seeds of torch have 64 bits."""
+"""Whole numbers must be below this, since torch's seeds have 64 bits."""
 KINDS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     (int, "a whole number"),
@@ -24,7 +24,7 @@ KINDS: tuple[tuple[Any, str], ...] = (
     (type(None), "empty"),
     ((datetime.date, datetime.time), "a date or time"),
 )
-"""What a value is, in the words of an error."""
+"""The types of values, with their names in errors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,19 +33,19 @@ class Node:
 
     value: Any
     line: int
-    """Where its key is, or the value itself in a list."""
+    """The line of its key, or of the value itself in a list."""
 
     @property
     def kind(self) -> str:
-        """What it is, in the words of an error."""
-        return next(name for kinds, name in KINDS if isinstance(self.value, kinds))
+        """The type of the value, as errors name it."""
+        return next(name for types, name in KINDS if isinstance(self.value, types))
 
     @property
     def is_table(self) -> bool:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """The value as Python has it, without places."""
+        """Return the value as plain Python, without lines."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -53,21 +53,21 @@ class Node:
         return self.value
 
     def shown(self) -> str:
-        """The value as an error shows it, cut where it is long."""
+        """Return the value as an error shows it, shortened if it is long."""
         plain = self.plain()
         text = text_of(plain) if isinstance(plain, (bool, type(None))) else repr(plain)
         return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def text_of(value: object) -> str:
-    """A plain value as it is written in names and errors."""
+    """Return a plain value as it is written in names and errors."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return "null" if value is None else str(value)
 
 
 class Mistake(Exception):
-    """What is wrong, and on which line."""
+    """A mistake in a job file, with its line."""
 
     def __init__(self, line: int | Node, text: str) -> None:
         self.line = line.line if isinstance(line, Node) else line
@@ -75,19 +75,19 @@ class Mistake(Exception):
 
 
 class Problems:
-    """Mistakes in one file, each with its line; the same mistake is reported once."""
+    """The mistakes in one file, each with its line; the same mistake is reported once."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._problems: dict[tuple[int, str], None] = {}
 
     def add(self, line: int | Node, text: str) -> None:
-        """Note a mistake: what it is, the rule, the fix; on one line."""
+        """Add a mistake in one line: what it is, the rule, the fix."""
         number = line.line if isinstance(line, Node) else line
         self._problems[number, " ".join(text.split())] = None
 
     def note(self, mistake: Mistake) -> None:
-        """Note a mistake that was raised; reading continues."""
+        """Add a mistake that was raised, so that reading can continue."""
         self.add(mistake.line, str(mistake))
 
     def __bool__(self) -> bool:
@@ -98,18 +98,18 @@ class Problems:
             yield f"{self.path}:{line}: {text}"
 
     def stop_if_any(self) -> None:
-        """Raise what was found as one JobError, in the order of the file."""
+        """Raise all mistakes as one JobError, in the order of the file."""
         if self:
             raise JobError(*self)
 
     def one(self, line: int | Node, text: str) -> JobError:
-        """An error of this one mistake, and those before."""
+        """Return an error with this mistake and all earlier ones."""
         self.add(line, text)
         return JobError(*self)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'Adam'?`, or what there is where nothing is near."""
+    """Return `; did you mean 'Adam'?`, or the list of known names if none is similar."""
     names = list(known)
     lower = {name.lower(): name for name in reversed(names)}
     near = get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
@@ -119,7 +119,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def too_large(node: Node) -> Iterator[Node]:
-    """Whole numbers that no machine number holds."""
+    """Yield whole numbers of more than 64 bits."""
     if isinstance(node.value, int) and not -LARGEST < node.value < LARGEST:
         yield node
     elif isinstance(node.value, (dict, list)):

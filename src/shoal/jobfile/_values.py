@@ -1,4 +1,4 @@
-"""Tables of plain values in a job file: `stop`, `average`, `folds`, `hparams`; and `run`, what `shoal.train` takes."""
+"""Read the tables of plain values in a job file: `stop`, `average`, `folds`, `hparams`, and `run` for `shoal.train`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def run_settings(
     progress: bool = True,
     tensorboard: str | None = None,
 ) -> None:
-    """Check the values of the run table; ValueError that begins with the name of a setting where one is wrong."""
+    """Check the values of the run table, and raise a ValueError that begins with the name of the wrong setting."""
     from shoal.settings import make_settings
 
-    compiled = compile if isinstance(compile, str) else "auto"  # whether a device can is seen when it is known
+    compiled = compile if isinstance(compile, str) else "auto"  # whether the device can compile is checked later
     make_settings(device, memory, threads, compiled, checkpoint_every, deterministic, policy)
 
 
 def settings(root: Node, folder: Path, problems: Problems) -> dict[str, Any]:
-    """The settings as plain values; folders are taken from the file's own."""
+    """Return the settings as plain values; folders are relative to the file's own."""
     run = root.value.get("run") if root.is_table else None
     if run is None:
         return {}
@@ -49,8 +49,8 @@ def settings(root: Node, folder: Path, problems: Problems) -> dict[str, Any]:
         for key in [key for key in FOLDERS if key in chosen]:
             name = chosen[key]
             if not name.strip() or "\0" in name or (folder / name).is_file():
-                what = "is a file" if name.strip() and "\0" not in name else "names nothing"
-                raise Mistake(table[key], f"run.{key} {name!r} {what}; use the name of a folder")
+                problem = "is a file" if name.strip() and "\0" not in name else "names nothing"
+                raise Mistake(table[key], f"run.{key} {name!r} {problem}; use the name of a folder")
             chosen[key] = str(folder / name)
         try:
             run_settings(**chosen)
@@ -63,7 +63,7 @@ def settings(root: Node, folder: Path, problems: Problems) -> dict[str, Any]:
 
 
 def make_folds(node: Node, job: Job) -> list[Job]:
-    """folds = 5, or a table of the arguments of `shoal.folds`."""
+    """Return the folds of a job; the node is their number, or a table of the arguments of `shoal.folds`."""
     table: dict[str, Node] = node.value if node.is_table else {"k": node}
     check_arguments("folds", Node(table, node.line), folds, table, 1, typed=True)
     try:
@@ -82,7 +82,7 @@ def make_stop(node: Node) -> EarlyStop:
 
 
 def make_average(node: Node) -> EMA | SWA:
-    """average = "EMA", or a table with `use` and its arguments."""
+    """Return the average that the node names; arguments are in a table with `use`."""
     use, arguments = split("average", node)
     kind: type[EMA | SWA] | None = {"ema": EMA, "swa": SWA}.get(str(use.value).lower())
     if kind is None:
@@ -100,5 +100,5 @@ def make_hparams(node: Node) -> dict[str, Any]:
 
 
 def tuples(value: Any) -> Any:
-    """Lists as tuples, as optimizers have them (betas)."""
+    """Convert lists to tuples, which optimizers expect (betas)."""
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value

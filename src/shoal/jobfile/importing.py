@@ -1,4 +1,4 @@
-"""The user's own code: a module by its name, or a file by its path. Importing runs it, as in any Python program."""
+"""Import the user's own code: a module by its name, or a file by its path. This runs the code, as any import does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.jobfile._tree import did_you_mean
 
 
 class NoSuchCode(ValueError):
-    """There is no such file, module or name; the message says which, and what to do."""
+    """There is no such file, module or name. The message says which, and what to do."""
 
 
 def import_code(where: str, folder: Path) -> ModuleType:
-    """A module beside `folder` or installed, or a file whose path is taken from there. Raises what the code raises."""
-    _search(folder)
+    """Import an installed module, a module in `folder`, or a file relative to it. Raises what the code raises."""
+    _add_to_path(folder)
     if where.endswith(".py"):
         return _import_file(where, folder / where)
     if not all(part.isidentifier() for part in where.split(".")):
@@ -33,7 +33,7 @@ def import_code(where: str, folder: Path) -> ModuleType:
 
 
 def get_attribute(value: object, name: str, where: str) -> object:
-    """What a module calls by this name."""
+    """Return the attribute of a module, or raise a NoSuchCode with similar names."""
     if not hasattr(value, name):
         hint = did_you_mean(name, [other for other in dir(value) if not other.startswith("_")])
         raise NoSuchCode(f"{where!r} has no {name!r}{hint}")
@@ -41,7 +41,7 @@ def get_attribute(value: object, name: str, where: str) -> object:
 
 
 def place_of(error: BaseException) -> str:
-    """Where in the user's own code it was raised, in brackets."""
+    """Return the last location in the user's own code that raised the error, in parentheses."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"
     trace, last = error.__traceback__, ""
@@ -54,9 +54,9 @@ def place_of(error: BaseException) -> str:
     return last
 
 
-def _search(folder: Path) -> None:
+def _add_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # as python itself does for a script
+        sys.path.insert(0, str(folder))  # as Python does for a script
 
 
 def _import_file(where: str, path: Path) -> ModuleType:
@@ -64,7 +64,7 @@ def _import_file(where: str, path: Path) -> ModuleType:
         why = "is a folder" if os.path.isdir(path) else f"is not there; its path is taken from {str(path.parent)!r}"
         raise NoSuchCode(f"the file {where!r} {why}")
     path = path.resolve()
-    _search(path.parent)
+    _add_to_path(path.parent)
     name = path.stem
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
@@ -76,7 +76,7 @@ def _import_file(where: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes in the file must be importable by name where they are pickled
+    sys.modules[name] = module  # pickling a class needs its module to be importable by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

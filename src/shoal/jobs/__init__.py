@@ -1,1 +1,1 @@
-"""The job, its early stopping and the direction of metrics."""
+"""The job, its checks, its early stopping and the direction of its metrics."""

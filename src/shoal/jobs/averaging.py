@@ -1,4 +1,4 @@
-"""Averages of weights over training steps, as torch.optim.swa_utils has them: EMA and SWA."""
+"""Averages of weights over training steps, EMA and SWA, with the arithmetic of torch.optim.swa_utils."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.utils.numpy_values import plain_int, plain_number
 
 @dataclass(frozen=True, slots=True)
 class EMA:
-    """An exponential moving average of the weights, as torch.optim.swa_utils.get_ema_multi_avg_fn has it.
+    """An exponential moving average of the weights, computed as by torch.optim.swa_utils.get_ema_multi_avg_fn.
 
     Examples:
         >>> EMA(0.99).weight(1)
@@ -19,14 +19,14 @@ class EMA:
     """
 
     decay: float = 0.999
-    """What stays of the average at each update, from 0 to 1: average = decay * average + (1 - decay) * weights."""
+    """The fraction of the average that each update keeps: average = decay * average + (1 - decay) * weights."""
     _: KW_ONLY
     every: int | str = 1
-    """Optimizer steps from one update to the next, or "epoch": after each whole epoch."""
+    """The number of optimizer steps from one update to the next, or "epoch" for an update after each complete epoch."""
     start: int = 0
-    """Optimizer steps before averaging begins. The first update after them takes the weights as they are."""
+    """The number of optimizer steps before averaging begins. The first update after them copies the weights."""
     use_buffers: bool = False
-    """Average floating-point buffers too, such as batch norm's statistics; False: the network's own are used."""
+    """Average floating-point buffers too, such as batch norm's statistics; if False, the network's own are used."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", plain_number(self.decay))
@@ -37,17 +37,17 @@ class EMA:
         _check(self, "start")
 
     def weight(self, count: int) -> float:
-        """What the weights count for in the next update, after so many."""
+        """Return the factor of the weights in the next update, after `count` updates."""
         return 1 - self.decay
 
     def first(self, steps_per_epoch: int) -> int:
-        """Optimizer steps before averaging begins."""
+        """Return the number of optimizer steps before averaging begins."""
         return self.start
 
 
 @dataclass(frozen=True, slots=True)
 class SWA:
-    """The mean of the weights (stochastic weight averaging), as torch.optim.swa_utils.AveragedModel has it.
+    """The mean of the weights (stochastic weight averaging), computed as by torch.optim.swa_utils.AveragedModel.
 
     Examples:
         >>> [SWA().weight(count) for count in (1, 3)]
@@ -55,12 +55,12 @@ class SWA:
     """
 
     start_epoch: int = 0
-    """Epochs before averaging begins."""
+    """The number of epochs before averaging begins."""
     _: KW_ONLY
     every: int | str = "epoch"
-    """"epoch": the weights at the end of each whole epoch; a number: after every so many optimizer steps."""
+    """The number of optimizer steps from one update to the next, or "epoch" for an update after each complete epoch."""
     use_buffers: bool = False
-    """Average floating-point buffers too, such as batch norm's statistics; False: the network's own are used."""
+    """Average floating-point buffers too, such as batch norm's statistics; if False, the network's own are used."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "start_epoch", plain_int(self.start_epoch))
@@ -68,39 +68,39 @@ class SWA:
         _check(self, "start_epoch")
 
     def weight(self, count: int) -> float:
-        """What the weights count for in the next update, after so many."""
+        """Return the factor of the weights in the next update, after `count` updates."""
         return 1 / (count + 1)
 
     def first(self, steps_per_epoch: int) -> int:
-        """Optimizer steps before averaging begins."""
+        """Return the number of optimizer steps before averaging begins."""
         return self.start_epoch * steps_per_epoch
 
 
 def _check(average: Any, start: str) -> None:
-    label, begins, every = type(average).__name__, getattr(average, start), average.every
-    if not _whole(begins) or begins < 0:
-        raise JobError(f"{label}: {start} is {begins!r}; use a whole number, 0 or more")
-    if every != "epoch" and (not _whole(every) or every < 1):
+    label, start_value, every = type(average).__name__, getattr(average, start), average.every
+    if not _is_int(start_value) or start_value < 0:
+        raise JobError(f"{label}: {start} is {start_value!r}; use a whole number, 0 or more")
+    if every != "epoch" and (not _is_int(every) or every < 1):
         raise JobError(f"{label}: every is {every!r}; use 'epoch', or a whole number of optimizer steps, 1 or more")
     if not isinstance(average.use_buffers, bool):
         raise JobError(f"{label}: use_buffers is {average.use_buffers!r}; use True or False")
 
 
-def _whole(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_due(average: EMA | SWA, step: int, steps_per_epoch: int) -> bool:
-    """Whether the average is updated after this optimizer step (the first is 1)."""
-    since = step - average.first(steps_per_epoch)
-    return since > 0 and since % interval(average, steps_per_epoch) == 0
+    """Return whether the average is updated after this optimizer step (the first is 1)."""
+    steps_since_start = step - average.first(steps_per_epoch)
+    return steps_since_start > 0 and steps_since_start % interval(average, steps_per_epoch) == 0
 
 
 def counts_epochs(average: EMA | SWA) -> bool:
-    """Whether it begins, or is updated, by the number of epochs."""
+    """Return whether the average begins, or is updated, by the number of epochs."""
     return average.every == "epoch" or (isinstance(average, SWA) and average.start_epoch > 0)
 
 
 def interval(average: EMA | SWA, steps_per_epoch: int) -> int:
-    """Optimizer steps from one update to the next."""
+    """Return the number of optimizer steps from one update to the next."""
     return average.every if isinstance(average.every, int) else steps_per_epoch

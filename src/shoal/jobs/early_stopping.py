@@ -1,4 +1,4 @@
-"""What a job watches over its epochs: when it has improved, and when to stop."""
+"""Follows the value that a job watches over its epochs, and decides when the job has improved and when it stops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from shoal.jobs.job import EarlyStop, Job
 
 
 def watched(job: Job) -> EarlyStop:
-    """What the job goes by: its `stop`, else the smallest val_loss, else (without validation) the smallest loss."""
+    """Return the rule that the job follows: its `stop`, else the smallest val_loss or, without validation, the
+    smallest loss."""
     if job.stop is not None:
         return job.stop
     return EarlyStop("val_loss" if job.val is not None else "loss")
@@ -17,7 +18,7 @@ def watched(job: Job) -> EarlyStop:
 
 @dataclass(slots=True)
 class Monitor:
-    """Follows one job's watched value, epoch by epoch."""
+    """Follows one job's watched value from measurement to measurement."""
 
     rule: EarlyStop
     stops: bool
@@ -29,19 +30,20 @@ class Monitor:
         return cls(rule=watched(job), stops=job.stop is not None)
 
     def value(self, row: Mapping[str, float]) -> float | None:
-        """The watched value in a history row; None where it was not measured in that epoch."""
+        """Return the watched value in a history row, or None if it was not measured in that epoch."""
         return row.get(self.rule.metric)
 
     def missing(self, row: Mapping[str, float], validated: bool) -> str | None:
-        """Of a job that may stop: why its watched value, which was never measured, will not be; None where it may."""
-        never = self.best is None and not self.misses
-        if not (self.stops and never and validated) or self.rule.metric in row:
+        """Return why a watched value can never be measured, or None if it was or may be. Only jobs with `stop` need
+        it."""
+        never_measured = self.best is None and not self.misses
+        if not (self.stops and never_measured and validated) or self.rule.metric in row:
             return None
         names = ", ".join(name for name in row if name not in ("epoch", "step", "lr", "seconds"))
         return f"stop watches {self.rule.metric!r}, which this job does not have; it has {names}"
 
     def see(self, row: Mapping[str, float]) -> tuple[bool, bool]:
-        """Take in a row: (it is the best so far, the job should stop)."""
+        """Record a row and return whether it is the best so far, and whether the job should stop."""
         value = self.value(row)
         if value is None:
             return False, False
@@ -53,7 +55,7 @@ class Monitor:
 
 
 def best_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-    """The history's row of the job's best epoch, by what it watches; None where that was never measured."""
+    """Return the history row of the job's best epoch by the watched value, or None if that was never measured."""
     monitor, best = Monitor.of(job), None
     for row in history:
         if monitor.see(row)[0]:
@@ -62,7 +64,8 @@ def best_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, f
 
 
 def kept_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-    """The history's row of the epoch whose weights the job keeps: the last one, or with keep="best" its best."""
+    """Return the history row of the epoch whose weights the job keeps: the last one, or with keep="best" the best
+    one."""
     best = best_row(job, history) if job.keep == "best" else None
     return best if best is not None else history[-1] if history else None
 
@@ -70,10 +73,11 @@ def kept_row(job: Job, history: Sequence[Mapping[str, float]]) -> Mapping[str, f
 def in_order(
     history: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, float]]
 ) -> list[Mapping[str, float]]:
-    """The rows of epochs and those of validations within epochs, as they came."""
+    """Return the rows of epochs and of validations within epochs in the order of their steps."""
     return sorted([*validations, *history], key=lambda row: row["step"]) if validations else list(history)
 
 
 def validates(job: Job, epoch: int, last: bool) -> bool:
-    """Whether the job validates after this epoch (counted from 1): every `val_every`, and after the last."""
+    """Return whether the job validates after this epoch (counted from 1): every `val_every` epochs, and after the
+    last."""
     return job.val is not None and (last or epoch % job.val_every == 0)

@@ -1,4 +1,4 @@
-"""A job: one training, written as its owner would run it alone."""
+"""The job: one training run, written as its owner would run it alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.utils.numpy_values import plain_int, plain_number, plain_numbers
 Step = Callable[[nn.Module, Any], Any]
 
 RESERVED = ("epoch", "step", "loss", "val_loss", "lr", "seconds")
-"""Names of the history's own columns: no metric may take one."""
+"""Names of the history's own columns, which no metric may have."""
 
 
 _length: ContextVar[int | None] = ContextVar("length", default=None)
@@ -31,7 +31,7 @@ _length: ContextVar[int | None] = ContextVar("length", default=None)
 
 @contextmanager
 def default_epochs(epochs: int) -> Iterator[None]:
-    """Inside, a job without epochs and steps has so many epochs: a search says how long its jobs train."""
+    """Give jobs without epochs and steps this number of epochs inside the context, as a search decides their length."""
     token = _length.set(epochs)
     try:
         yield
@@ -41,7 +41,7 @@ def default_epochs(epochs: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class EarlyStop:
-    """End a job when a value has stopped improving.
+    """End a job when a value stops improving.
 
     Examples:
         >>> EarlyStop("accuracy", mode="max", patience=3).better(0.9, 0.8)
@@ -49,10 +49,10 @@ class EarlyStop:
     """
 
     metric: str = "val_loss"
-    """What to watch: "loss", "val_loss", a name in `metrics`, or a name in a step's logs."""
+    """The value to watch: "loss", "val_loss", a name in `metrics`, or a name in a step's logs."""
     mode: Literal["min", "max"] | None = None
-    """Whether smaller or larger is better; None: as the metric's name says ("min" for a loss or an error, "max" for an
-    accuracy or a score)."""
+    """Whether smaller or larger is better; None takes it from the metric's name ("min" for a loss or an error, "max"
+    for an accuracy or a score)."""
     patience: int = 3
     """How many measurements in a row may fail to improve before the job is stopped."""
     min_delta: float = 0.0
@@ -69,13 +69,13 @@ class EarlyStop:
             )
         if self.mode not in ("min", "max"):
             raise JobError(f"EarlyStop: mode is {self.mode!r}; it says which way is better: use 'min' or 'max'")
-        if not _whole(self.patience) or self.patience < 1:
+        if not _is_int(self.patience) or self.patience < 1:
             raise JobError(f"EarlyStop: patience is {self.patience!r}; use a whole number, 1 or more")
         if not self.min_delta >= 0:
             raise JobError(f"EarlyStop: min_delta is {self.min_delta!r}; use 0 or more")
 
     def better(self, value: float, best: float | None) -> bool:
-        """Whether `value` improves on `best`; NaN never does."""
+        """Return whether `value` improves on `best`; NaN never does."""
         if math.isnan(value):
             return False
         if best is None:
@@ -85,23 +85,23 @@ class EarlyStop:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
-    """One training: model, data, loss, optimizer, schedule, length, seed.
+    """One training run: model, data, loss, optimizer, schedule, length, seed.
 
-    What these fields mean together is `shoal.solo`, a plain PyTorch loop.
+    `shoal.solo`, a plain PyTorch loop, defines what these fields mean together.
     """
 
     model: nn.Module | Callable[[], nn.Module]
-    """A function that builds the network under the job's seed, or an nn.Module, which is copied first. Weights that the
-    function would give out again, such as those of a shared backbone, are copied too: each job trains its own."""
+    """A function that builds the network under the job's seed, or an nn.Module, which is copied. Weights that the
+    function would return again, such as those of a shared backbone, are copied too, so that each job trains its own."""
     data: Any = field(repr=False)
-    """Tensors or arrays in any tuple, dict or nesting with one first dimension, a map-style Dataset, a DataLoader, or
-    an IterableDataset."""
+    """Tensors or arrays in any tuple, dict or nesting with the same first dimension, a map-style Dataset, a
+    DataLoader, or an IterableDataset."""
     val: Any = field(default=None, repr=False)
-    """Validation data, in any of these forms; None: no validation."""
+    """Validation data, in any of these forms; None means no validation."""
     collate: Callable[[list[Any]], Any] | None = None
-    """How items of a Dataset become a batch; None: torch's default_collate. For Datasets only."""
+    """How items of a Dataset become a batch; None means torch's default_collate. For Datasets only."""
     loss: Callable[[Any, Any], Tensor] | None = None
-    """The step is loss(model(*batch[:-1]), batch[-1]). Either this or `step`."""
+    """The loss function; the step is then loss(model(*batch[:-1]), batch[-1]). Set either this or `step`."""
     step: Step | None = None
     """The job's own step: (model, batch) -> loss, or (loss, logs) with a dict of numbers that go into the history."""
     optimizer: Callable[..., Optimizer] = torch.optim.AdamW
@@ -109,61 +109,63 @@ class Job:
     hparams: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as lr."""
     params: Callable[[nn.Module], Any] | None = None
-    """From the model to what the optimizer takes as params, such as parameter groups; None: model.parameters()."""
+    """A function from the model to the optimizer's params, such as parameter groups; None means model.parameters()."""
     schedule: Callable[[Any], Any] | None = None
-    """step -> factor on the learning rate (0 comes first), or optimizer -> torch lr_scheduler."""
+    """A function step -> factor of the learning rate (the first step is 0), or optimizer -> torch lr_scheduler."""
     schedule_every: Literal["step", "epoch"] = "step"
-    """How often the schedule moves on: after each optimizer step, or after each whole epoch."""
+    """When the schedule is stepped: after each optimizer step, or after each complete epoch."""
     batch_size: int = DefaultInt(64)
-    """Rows in a batch. A DataLoader has its own."""
+    """The number of rows in a batch. A DataLoader has its own."""
     epochs: int | None = None
-    """How many times to go through the data. Either this or `steps`."""
+    """The number of passes over the data. Set either this or `steps`."""
     steps: int | None = None
-    """How many optimizer steps to take. Either this or `epochs`."""
+    """The number of optimizer steps. Set either this or `epochs`."""
     seed: int = 0
-    """Seeds the network's weights and the randomness inside it."""
+    """Seeds the network's weights and its random operations."""
     data_seed: int | None = None
-    """Seeds the order of the rows, random Datasets and DataLoaders; None: the same as `seed`, or 0 where data is a
-    DataLoader or an IterableDataset, so that jobs with one loader read the same batches."""
+    """Seeds the order of the rows, random Datasets and DataLoaders. None means `seed`, or 0 if data is a DataLoader
+    or an IterableDataset, so that jobs with the same loader read the same batches."""
     shuffle: bool = True
-    """A new random order of the rows each epoch; False: as they come."""
+    """Use a new random order of the rows each epoch; if False, keep their order."""
     drop_last: bool = False
-    """Leave out the short last batch of each epoch instead of training on it."""
+    """Leave out a shorter last batch of each epoch instead of training on it."""
     accumulate: int = 1
-    """Batches in one optimizer step, which follows the mean of their losses. An epoch may end in a smaller group."""
+    """The number of batches in one optimizer step, which uses the mean of their losses. An epoch may end in a
+    smaller group."""
     clip_norm: float | None = None
-    """Scale gradients down to at most this norm over all of the model's parameters; None: leave them."""
+    """Scale gradients down to at most this norm over all parameters of the model; None means no clipping."""
     clip_value: float | None = None
-    """Clip each element of the gradients to at most this absolute value; None: leave them."""
+    """Clip each element of the gradients to at most this absolute value; None means no clipping."""
     precision: Literal["bf16", "fp16"] | None = None
-    """None: the model's own dtype. "bf16", "fp16": autocast, fp16 with a gradient scaler."""
+    """"bf16" and "fp16" use autocast, "fp16" with a gradient scaler; None uses the model's own dtype."""
     average: EMA | SWA | None = None
-    """An average of the weights, shoal.EMA(...) or shoal.SWA(...), which validation, `keep` and the result use; None:
-    the weights themselves."""
+    """An average of the weights, shoal.EMA(...) or shoal.SWA(...), which validation, `keep` and the result use
+    instead of the weights; None means no average."""
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     """Name -> (outputs, targets) -> number, over the whole validation set."""
     val_every: int = 1
-    """Validate after every so many epochs, and after the last."""
+    """Validate after every this many epochs, and after the last."""
     val_every_steps: int | None = None
-    """Validate after every so many optimizer steps too, within epochs; None: at their ends alone."""
+    """Also validate within epochs, after every this many optimizer steps; None means only at the ends of epochs."""
     stop: EarlyStop | None = None
-    """When to end early; None: never."""
+    """When to end early; None means never."""
     keep: Literal["last", "best"] = "last"
-    """Which weights to return: the last, or the best by what `stop` watches (without it: the smallest val_loss)."""
+    """Which weights to return: the last, or the best by the value that `stop` watches (without it, the smallest
+    val_loss)."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Other values to note, such as {"dropout": 0.1, "width": 256}: results, tables and loggers show them. Training
-    does not use them."""
+    """Other values to record, such as {"dropout": 0.1, "width": 256}, which results, tables and loggers show.
+    Training does not use them."""
     name: str = ""
-    """Unique in its list; empty: named by its place."""
+    """A unique name in the list of jobs; if empty, the job is named by its index."""
     owner: str = ""
-    """Whose job it is."""
+    """The owner of the job, for policies that share a device among owners."""
     priority: int = 0
-    """Larger goes first where jobs wait for a device. It never changes a result."""
+    """Jobs with a larger priority go first if jobs wait for a device. It never changes a result."""
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             self.epochs = _length.get()
-        for name in _WHOLE:
+        for name in _INT_FIELDS:
             setattr(self, name, plain_int(getattr(self, name)))
         if isinstance(self.data, DataLoader) and isinstance(self.batch_size, DefaultInt):
             self.batch_size = batch_size_of(self.data, self.batch_size)
@@ -178,18 +180,18 @@ class Job:
             raise JobError(*(f"{label}: {line}" for line in lines))
 
     def problems(self) -> list[str]:
-        """What is wrong with single fields, one line each: the value, the rule, the fix. Empty when all is well."""
+        """Return one line for each invalid field, with the value, the rule and the fix."""
         return [*_shape_problems(self), *loader_problems(self), *_length_problems(self), *_training_problems(self)]
 
     @property
     def order_seed(self) -> int:
-        """The seed of the row order: `data_seed`, or where that is None `seed`, or 0 for a loader."""
+        """The seed of the row order: `data_seed`, or if that is None `seed`, or 0 for a loader."""
         if self.data_seed is not None:
             return self.data_seed
         return 0 if gives_batches(self.data) else self.seed
 
 
-_WHOLE = (
+_INT_FIELDS = (
     "batch_size",
     "epochs",
     "steps",
@@ -200,10 +202,10 @@ _WHOLE = (
     "val_every_steps",
     "priority",
 )
-"""Fields that are whole numbers, of Python or of any library."""
+"""Fields that are whole numbers, as Python's int or another library's type."""
 
 
-def _whole(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -225,8 +227,8 @@ def _shape_problems(job: Job) -> list[str]:
             kind = type(value).__name__
             lines.append(f"{name} is an instance of {kind}; pass the class {kind}, and its settings as hparams={{...}}")
         elif not callable(value) and (value is not None or name == "optimizer"):
-            wanted = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
-            lines.append(f"{name} is {_short(value)}; pass {wanted}")
+            expected = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
+            lines.append(f"{name} is {_short(value)}; pass {expected}")
     if isinstance(job.loss, type) and issubclass(job.loss, nn.Module):
         kind = job.loss.__name__
         lines.append(f"loss is the class {kind}; pass an instance, {kind}()")
@@ -265,17 +267,17 @@ def _length_problems(job: Job) -> list[str]:
         lines.append(f"it has {both}; set one of the two")
     for name in ("epochs", "steps"):
         value = getattr(job, name)
-        if value is not None and (not _whole(value) or value < 0):
+        if value is not None and (not _is_int(value) or value < 0):
             lines.append(f"{name} is {value!r}; use a whole number, 0 or more")
     for name in ("batch_size", "accumulate", "val_every"):
         value = getattr(job, name)
-        if not _whole(value) or value < 1:
+        if not _is_int(value) or value < 1:
             lines.append(f"{name} is {value!r}; use a whole number, 1 or more")
-    if job.val_every_steps is not None and (not _whole(job.val_every_steps) or job.val_every_steps < 1):
+    if job.val_every_steps is not None and (not _is_int(job.val_every_steps) or job.val_every_steps < 1):
         lines.append(f"val_every_steps is {job.val_every_steps!r}; use a whole number, 1 or more, or None")
     for name in ("seed", "data_seed"):
         value = getattr(job, name)
-        if not (value is None and name == "data_seed") and not (_whole(value) and -(2**63) <= value < 2**64):
+        if not (value is None and name == "data_seed") and not (_is_int(value) and -(2**63) <= value < 2**64):
             lines.append(f"{name} is {value!r}; use a whole number of 64 bits")
     return lines
 
@@ -299,14 +301,14 @@ def _training_problems(job: Job) -> list[str]:
             lines.append(f"{name} is {value!r}; use a number above 0, or None for no clipping")
     if job.clip_norm is not None and job.clip_value is not None:
         lines.append("it has both clip_norm and clip_value; set one of the two")
-    if not isinstance(getattr(job, "stop"), (EarlyStop, type(None))):  # noqa: B009  # its type is only a promise
+    if not isinstance(getattr(job, "stop"), (EarlyStop, type(None))):  # noqa: B009  # annotations are not checked
         lines.append(f"stop is {_short(job.stop)}; use shoal.EarlyStop(...)")
     if not isinstance(getattr(job, "average"), (EMA, SWA, type(None))):  # noqa: B009
         lines.append(f"average is {_short(job.average)}; use shoal.EMA(...) or shoal.SWA(...)")
     for name in ("name", "owner"):
         if not isinstance(getattr(job, name), str):
             lines.append(f"{name} is {_short(getattr(job, name))}; use a string")
-    if not _whole(job.priority):
+    if not _is_int(job.priority):
         lines.append(f"priority is {job.priority!r}; use a whole number")
     return lines
 

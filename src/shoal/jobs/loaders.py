@@ -1,4 +1,4 @@
-"""Data that comes in batches: a DataLoader, or an IterableDataset, whose rows have no numbers."""
+"""Data that comes in batches, a DataLoader or an IterableDataset, whose rows cannot be indexed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class DefaultInt(int):
-    """A field's default, so that it can be told from the same number when a user gives it."""
+    """The default of a field, which can be distinguished from the same number given by a user."""
 
 
 def batch_size_of(loader: DataLoader[Any], default: int) -> DefaultInt:
-    """Rows in a loader's batches, as far as it says."""
+    """Return the number of rows in a loader's batches, or `default` if the loader does not say."""
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     return DefaultInt(size if isinstance(size, int) else default)
 
 
 def gives_batches(data: Any) -> bool:
-    """Whether data is read batch by batch, in an order of its own."""
+    """Return whether the data is read batch by batch, in its own order."""
     return isinstance(data, (DataLoader, IterableDataset))
 
 
 def loader_problems(job: Job) -> list[str]:
-    """Settings that would do nothing beside a DataLoader, and data that can be read once only."""
+    """Return a line for each setting without effect beside a DataLoader, and for data that can be read only once."""
     lines: list[str] = []
     for which in ("data", "val"):
         if isinstance(getattr(job, which), Iterator):
@@ -40,21 +40,21 @@ def loader_problems(job: Job) -> list[str]:
             )
     if not isinstance(job.data, DataLoader):
         return lines
-    given: dict[str, Any] = {"batch_size": job.batch_size} if not isinstance(job.batch_size, DefaultInt) else {}
-    given |= {"shuffle": job.shuffle} if job.shuffle is not True else {}
-    given |= {"drop_last": job.drop_last} if job.drop_last is not False else {}
-    given |= {"collate": job.collate} if job.collate is not None and not _for_val(job) else {}
+    set_fields: dict[str, Any] = {"batch_size": job.batch_size} if not isinstance(job.batch_size, DefaultInt) else {}
+    set_fields |= {"shuffle": job.shuffle} if job.shuffle is not True else {}
+    set_fields |= {"drop_last": job.drop_last} if job.drop_last is not False else {}
+    set_fields |= {"collate": job.collate} if job.collate is not None and not _for_val(job) else {}
     lines += [
         f"data is a DataLoader, so {name}={getattr(value, '__name__', value)} would do nothing; set it on the "
         "DataLoader, and leave it out here"
-        for name, value in given.items()
+        for name, value in set_fields.items()
         if name != "batch_size" or not _for_val(job)
     ]
     return lines
 
 
 def loader_defaults(job: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's settings that would do nothing when a DataLoader takes the place of its data, as if left out."""
+    """Return the default values of settings that have no effect once a DataLoader replaces a job's data."""
     loader = changes.get("data")
     if not isinstance(loader, DataLoader):
         return {}
@@ -64,7 +64,7 @@ def loader_defaults(job: Job, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _for_val(job: Job) -> bool:
-    """Whether the validation data is made into batches by the job's own settings."""
+    """Return whether the validation data is made into batches by the job's own settings."""
     return _in_rows(job.val)
 
 
@@ -73,7 +73,7 @@ def _in_rows(val: Any) -> bool:
 
 
 def refuse_batches(job: Job, what: str) -> None:
-    """JobError for what needs the numbers of rows."""
+    """Raise a JobError if the job's data has no row indices, which `what` needs."""
     if gives_batches(job.data):
         label = f"job {job.name!r}" if job.name else "job"
         raise JobError(

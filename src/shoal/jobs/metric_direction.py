@@ -1,4 +1,4 @@
-"""Which way is better, by the name of a metric: losses and errors should be small, accuracies and scores large."""
+"""Whether a metric should be small or large, by its name: losses and errors small, accuracies and scores large."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LARGE = frozenset(
 
 
 def direction(name: str) -> Literal["min", "max"] | None:
-    """Whether a metric of this name should be small or large; None: its name does not say.
+    """Return whether a metric of this name should be small or large, or None if its name does not say.
 
-    The last word that says so decides: an "accuracy_loss" is a loss.
+    The last known word decides, so that an "accuracy_loss" is a loss.
 
     >>> direction("val_loss"), direction("top1_acc"), direction("valAccuracy"), direction("F1 score"), direction("gap")
     ('min', 'max', 'max', 'max', None)
     """
     words = re.findall(r"[a-z]+[0-9]*|[0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower())
-    said = [word for word in words if word in SMALL or word in LARGE]
-    if not said:
+    known_words = [word for word in words if word in SMALL or word in LARGE]
+    if not known_words:
         return None
-    return "min" if said[-1] in SMALL else "max"
+    return "min" if known_words[-1] in SMALL else "max"

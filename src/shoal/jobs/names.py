@@ -1,4 +1,4 @@
-"""Things that are called like their job, found by that name."""
+"""Look up things by the name of their job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _Named = TypeVar("_Named", bound="HasName")
 
 
 class HasName(Protocol):
-    """A result, a member, whatever is called like its job."""
+    """A result, a member, or anything else that has the name of its job."""
 
     @property
     def name(self) -> str: ...
 
 
 def named(things: Iterable[_Named], name: str) -> _Named:
-    """The one of this name; NoSuchJob where there is none."""
+    """Return the thing of this name, or raise NoSuchJob."""
     names = []
     for each in things:
         if each.name == name:

@@ -1,4 +1,4 @@
-"""A job as a pickled result has it: its settings, without its data and without code that cannot be pickled."""
+"""The job of a pickled result: its settings, without its data and without code that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.jobs.job import Job
 
 
 class LeftOut:
-    """In place of what a pickled result's job does not have."""
+    """Stands for a field that was left out when a result's job was pickled."""
 
     def __init__(self, job: str, field: str) -> None:
         self.job, self.field = job, field
@@ -26,7 +26,7 @@ class LeftOut:
 
 
 def without_unpicklable(job: Job) -> Job:
-    """A copy of a job whose network and data are left out, and functions that cannot be pickled, such as lambdas."""
+    """Return a copy of a job without its network, its data and functions that cannot be pickled, such as lambdas."""
     reduced = copy.copy(job)
     for name in (field.name for field in fields(Job)):
         value, left_out = getattr(job, name), LeftOut(job.name, name)

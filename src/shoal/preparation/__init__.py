@@ -1,1 +1,1 @@
-"""From jobs to members: checks, a dry run of one step, folds."""
+"""Prepares jobs for training: checks, a dry run of one step, cross-validation folds."""

@@ -1,5 +1,8 @@
-"""Which fold each row is validated in: at random, by classes, by groups, or by both, as scikit-learn's KFold,
-StratifiedKFold, GroupKFold and StratifiedGroupKFold mean them (the same folds as theirs with shuffle=False)."""
+"""Assign rows to folds at random, by classes, by groups, or by both.
+
+The rules are those of scikit-learn's KFold, StratifiedKFold, GroupKFold and StratifiedGroupKFold; with shuffle=False
+the folds are the same.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 Permute = Callable[[int], Numbers]
-"""A random order of so many things; where nothing is shuffled, the order as it is."""
+"""A function that returns a random order of `count` things, or their given order if nothing is shuffled."""
 
 
 def permuting(shuffle: bool, seed: int) -> Permute:
-    """Random orders that depend on the seed alone."""
+    """Return a function that makes orders which depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     return lambda count: torch.randperm(count, generator=generator).numpy() if shuffle else np.arange(count)
 
 
 def plain(count: int, k: int, permute: Permute) -> Numbers:
-    """Folds of so many rows, as equal in size as can be."""
+    """Assign rows to folds of nearly equal size."""
     folds = np.empty(count, dtype=np.int64)
     for fold, rows in enumerate(np.array_split(permute(count), k)):
         folds[rows] = fold
@@ -30,7 +33,7 @@ def plain(count: int, k: int, permute: Permute) -> Numbers:
 
 
 def stratified(classes: Numbers, k: int, permute: Permute) -> Numbers:
-    """Every fold has nearly the same share of each class."""
+    """Assign rows so that every fold has nearly the same share of each class."""
     _, first = np.unique(classes, return_index=True)
     classes = np.argsort(np.argsort(first))[classes]  # numbered by their first rows
     in_order = np.sort(classes)
@@ -43,7 +46,8 @@ def stratified(classes: Numbers, k: int, permute: Permute) -> Numbers:
 
 
 def grouped(groups: Numbers, k: int, permute: Permute, shuffle: bool) -> Numbers:
-    """All rows of a group are in one fold: groups dealt out at random, or the largest first to the smallest fold."""
+    """Assign rows so that all rows of a group are in one fold: at random, or the largest group first to the smallest
+    fold."""
     sizes = np.bincount(groups)
     fold_of = np.empty(len(sizes), dtype=np.int64)
     if shuffle:
@@ -58,8 +62,10 @@ def grouped(groups: Numbers, k: int, permute: Permute, shuffle: bool) -> Numbers
 
 
 def stratified_groups(classes: Numbers, groups: Numbers, k: int, permute: Permute) -> Numbers:
-    """All rows of a group are in one fold, and folds have shares of the classes as equal as that allows: groups whose
-    classes differ most come first, each into the fold where the shares then vary least."""
+    """Assign whole groups to folds so that the folds have nearly the same share of each class.
+
+    Groups with the most uneven classes come first, and each goes to the fold where the shares then vary least.
+    """
     counts = np.zeros((groups.max() + 1, classes.max() + 1))
     np.add.at(counts, (groups, classes), 1)
     totals, in_fold = counts.sum(0), np.zeros((k, counts.shape[1]))
@@ -68,16 +74,16 @@ def stratified_groups(classes: Numbers, groups: Numbers, k: int, permute: Permut
     for group in order[np.argsort(-counts[order].std(1), kind="stable")]:
         spreads = []
         for fold in range(k):
-            with_it = in_fold.copy()
-            with_it[fold] += counts[group]
-            spreads.append((with_it / totals).std(0).mean())
+            candidate = in_fold.copy()
+            candidate[fold] += counts[group]
+            spreads.append((candidate / totals).std(0).mean())
         fold_of[group] = _smallest(spreads, in_fold.sum(1))
         in_fold[fold_of[group]] += counts[group]
     return fold_of[groups]
 
 
 def _smallest(spreads: list[float], rows: Numbers) -> int:
-    """The fold with the smallest spread; of those as good as equal, the one with fewer rows."""
+    """Return the fold with the smallest spread; among nearly equal ones, the fold with fewer rows."""
     best = 0
     for fold in range(1, len(spreads)):
         equal = bool(np.isclose(spreads[fold], spreads[best]))

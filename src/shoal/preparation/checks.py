@@ -1,4 +1,4 @@
-"""Mistakes that can be seen before the first step: one JobError for the whole list, a line each, and nothing runs."""
+"""Find the mistakes that show before the first step, and report them all in one JobError before anything runs."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from shoal.utils.random_state import restored
 
 
 def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None) -> list[Member]:
-    """Build and check all jobs. JobError, with a line for each mistake, unless every one of them can be trained.
+    """Build and check all jobs, and raise a JobError with a line for each mistake if there is any.
 
-    `pool`: the data of other jobs, which these may share.
+    Args:
+        pool: The data of other jobs, which these jobs may share.
     """
     lines = list_problems(jobs)
     if lines:
         raise JobError(*lines)
     import_tracer()
     pool = pool or Pool(device)
-    called = names(jobs)
+    job_names = names(jobs)
     members: list[Member] = []
     with restored():
         for index, job in enumerate(jobs):
             problems = [*job.problems(), *field_problems(job)]
             if not problems:
                 try:
-                    members.append(build_member(job, index, called[index], pool))
+                    members.append(build_member(job, index, job_names[index], pool))
                 except JobError as error:
                     problems = list(error.lines)
-            lines += [f"job {called[index]!r}: {line}" for line in problems]
-        in_the_way = give_own_networks(members)
-    lines += in_the_way or member_problems(members)
+            lines += [f"job {job_names[index]!r}: {line}" for line in problems]
+        network_problems = give_own_networks(members)
+    lines += network_problems or member_problems(members)
     if lines:
         raise JobError(*dict.fromkeys(lines))
     warn_of_data(members)
@@ -60,7 +61,7 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
 
 
 def list_problems(jobs: Any) -> list[str]:
-    """What is wrong with the list itself."""
+    """Return a line for each mistake in the list itself."""
     if isinstance(jobs, Job):
         return ["jobs is a single Job; pass a list: shoal.train([job])"]
     if not isinstance(jobs, Sequence):
@@ -74,18 +75,18 @@ def list_problems(jobs: Any) -> list[str]:
     ]
     if lines:
         return lines
-    places: dict[str, list[int]] = {}
+    indices_of: dict[str, list[int]] = {}
     for index, name in enumerate(names(jobs)):
-        places.setdefault(name, []).append(index)
+        indices_of.setdefault(name, []).append(index)
     return [
-        f"job {name!r}: {len(where)} jobs have this name (at {', '.join(map(str, where))}); give each its own name"
-        for name, where in places.items()
-        if len(where) > 1
+        f"job {name!r}: {len(indices)} jobs have this name (at {', '.join(map(str, indices))}); give each its own name"
+        for name, indices in indices_of.items()
+        if len(indices) > 1
     ]
 
 
 def field_problems(job: Job) -> list[str]:
-    """Fields that do not go together, or that would do nothing."""
+    """Return a line for each combination of fields that is invalid or has no effect."""
     lines = []
     if job.val is None:
         if job.metrics:
@@ -107,12 +108,12 @@ def field_problems(job: Job) -> list[str]:
             f"schedule_every is {job.schedule_every!r} but there is no schedule; set schedule=, or leave it at 'step'"
         )
     rate = job.hparams.get("lr")
-    if rate is not None and not _good_rate(rate):
+    if rate is not None and not _is_valid_rate(rate):
         lines.append(f"lr is {rate!r}; a learning rate must be 0 or more and finite: change hparams['lr']")
     return lines
 
 
-def _good_rate(rate: Any) -> bool:
+def _is_valid_rate(rate: Any) -> bool:
     try:
         return not isinstance(rate, str) and 0 <= number(rate) < math.inf
     except (TypeError, ValueError):
@@ -120,34 +121,34 @@ def _good_rate(rate: Any) -> bool:
 
 
 def member_problems(members: list[Member]) -> list[str]:
-    """What building and one dry step on a copy show. Jobs that are obviously alike share the dry step."""
+    """Return the mistakes that building and one dry step on a copy show. Jobs that look alike share the dry step."""
     lines: list[str] = []
-    dry: dict[Any, tuple[list[str], set[str]]] = {}
-    drawing: dict[Any, bool] = {}
-    optimizers: dict[int, bool] = {}
-    """Whether they draw from `random` or `numpy.random`."""
+    dry_runs: dict[Any, tuple[list[str], set[str]]] = {}
+    uses_random: dict[Any, bool] = {}
+    random_optimizers: dict[int, bool] = {}
+    """By optimizer class, whether it draws from `random` or `numpy.random`."""
     for member in members:
         with trying(member.job):
             problems = [*batch_problems(member), *optimizer_problems(member), *average_problems(member)]
             key = likeness(member)
-            if key not in dry:
-                dry[key] = dry_run(member) if not problems else ([], set())
-            used = drawing.setdefault(key, member.modules.used)
-            kind = id(member.job.optimizer)
-            if kind not in optimizers and not problems:
-                optimizers[kind] = drawn_by_optimizer(member.job, member.model)[1]
-            member.modules.used = used or optimizers.get(kind, False)
-        mistakes, columns = dry[key]
+            if key not in dry_runs:
+                dry_runs[key] = dry_run(member) if not problems else ([], set())
+            used = uses_random.setdefault(key, member.modules.used)
+            optimizer_id = id(member.job.optimizer)
+            if optimizer_id not in random_optimizers and not problems:
+                random_optimizers[optimizer_id] = drawn_by_optimizer(member.job, member.model)[1]
+            member.modules.used = used or random_optimizers.get(optimizer_id, False)
+        mistakes, columns = dry_runs[key]
         problems += [*mistakes, *(stop_problems(member, columns) if member.job.step is not None else [])]
         lines += [f"job {member.name!r}: {line}" for line in problems]
     return lines
 
 
 def batch_problems(member: Member) -> list[str]:
-    """Whether there is anything to train on."""
+    """Return a line for each reason why there is nothing to train on."""
     job, n = member.job, len(member.data)
     if member.batched:
-        return []  # they show in the first batch
+        return []  # the first batch will show them
     if member.num_batches == 0:
         return [f"batch_size is {job.batch_size} and data has {n} rows: drop_last leaves no batch; use at most {n}"]
     if job.loss is not None:
@@ -162,16 +163,16 @@ def _pair_problems(
 ) -> list[str]:
     if view is None or not isinstance(view.source, TensorSource):
         return []
-    whole = view.source.whole()
-    if isinstance(whole, (tuple, list, dict)) and len(whole) >= 2:
+    content = view.source.whole()
+    if isinstance(content, (tuple, list, dict)) and len(content) >= 2:
         return []
     return [
-        f"{which} is a {type(whole).__name__}, but {why}; pass (inputs, targets), or set step=(model, batch) -> loss"
+        f"{which} is a {type(content).__name__}, but {why}; pass (inputs, targets), or set step=(model, batch) -> loss"
     ]
 
 
 def optimizer_problems(member: Member) -> list[str]:
-    """Build the job's optimizer and schedule, to see that they can be."""
+    """Build the job's optimizer and schedule, and return a line for each mistake."""
     job = member.job
     with draws(member, keep=False):
         try:
@@ -182,7 +183,7 @@ def optimizer_problems(member: Member) -> list[str]:
         lines = [
             f"parameter group {i} has lr {group['lr']!r}; a learning rate must be 0 or more and finite: change params"
             for i, group in enumerate(optimizer.param_groups)
-            if group.get("lr") is not None and not _good_rate(group["lr"])
+            if group.get("lr") is not None and not _is_valid_rate(group["lr"])
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
             lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
@@ -210,7 +211,7 @@ def _settings(job: Job) -> str:
 
 
 def average_problems(member: Member) -> list[str]:
-    """An average that counts epochs needs to know how long one is."""
+    """Return a line if an average counts epochs whose length is unknown."""
     average = member.job.average
     if average is None or member.steps_per_epoch or not counts_epochs(average):
         return []
@@ -221,11 +222,11 @@ def average_problems(member: Member) -> list[str]:
 
 
 def warn_of_averages(members: list[Member]) -> None:
-    """Averages that begin after a job's end: it may be made longer later, so that is a warning."""
+    """Warn of averages that begin after the job's end; no error, since the job may be made longer later."""
     for member in members:
         job, per_epoch = member.job, member.steps_per_epoch
         if job.steps is None and not per_epoch:
-            continue  # its length is not known
+            continue  # the job's length is unknown
         steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
         first = 0 if job.average is None else job.average.first(per_epoch) + interval(job.average, per_epoch)
         if steps < first:
@@ -238,7 +239,7 @@ def warn_of_averages(members: list[Member]) -> None:
 
 
 def warn_of_data(members: list[Member]) -> None:
-    """What can be meant, and so is a warning: one for each data set, naming the first job that has it."""
+    """Warn of data that may be a mistake, once for each data set, naming the first job that has it."""
     warn_of_loaders(members)
     seen: set[int] = set()
     for member in members:
@@ -250,9 +251,9 @@ def warn_of_data(members: list[Member]) -> None:
             if count:
                 warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
             if not view.source.steady:
-                again = "another item when the same row is" if not view.source.batched else "other batches when it is"
+                what = "another item when the same row is" if not view.source.batched else "other batches when it is"
                 warnings.warn(
-                    f"job {member.name!r}: {which} gives {again} read again, by something of its own, so that results "
+                    f"job {member.name!r}: {which} gives {what} read again, by something of its own, so that results "
                     "depend on what else is read; draw from torch's, numpy's or python's random functions, or from a "
                     "generator that is an attribute of the Dataset",
                     ShoalWarning,
@@ -261,12 +262,12 @@ def warn_of_data(members: list[Member]) -> None:
 
 
 def warn_of_loaders(members: list[Member]) -> None:
-    """What a DataLoader's workers do otherwise than their user may think."""
-    orders: dict[LoaderSource, dict[int, Member]] = {}
+    """Warn of DataLoaders whose workers behave differently than their user may expect."""
+    readers_of: dict[LoaderSource, dict[int, Member]] = {}
     for member in members:
         if isinstance(member.data.source, LoaderSource):
-            orders.setdefault(member.data.source, {}).setdefault(member.job.order_seed, member)
-    for source, readers in orders.items():
+            readers_of.setdefault(member.data.source, {}).setdefault(member.job.order_seed, member)
+    for source, readers in readers_of.items():
         member, workers = next(iter(readers.values())), source.loader.loader.num_workers
         if source.loader.loader.persistent_workers:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""One step on a copy, before any training: what would go wrong there is said before anything runs."""
+"""Run one step on a copy of each network before any training, to report its mistakes before anything runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shoal.utils.numpy_values import plain_number
 from shoal.utils.random_state import Snapshot
 
 ONE_VALUE = "Expected more than 1 value per channel"
-"""What batch norm says about a batch of one."""
+"""The beginning of batch norm's error for a batch of one."""
 
 
 def likeness(member: Member) -> tuple[Any, ...]:
-    """Members with the same key would see the same dry step: same network, data, loss, batch size."""
+    """Return a key that members share if their dry steps are the same: network, data, loss, batch size."""
     job, model = member.job, member.model
     tensors = tuple(
         (name, tuple(t.shape) if not nn.parameter.is_lazy(t) else None, t.dtype) for name, t in model.named_parameters()
@@ -46,8 +46,11 @@ def likeness(member: Member) -> tuple[Any, ...]:
 
 
 def dry_run(member: Member) -> tuple[list[str], set[str]]:
-    """What a step on the first batch shows, and on a short last batch of one: mistakes, and what a history will have.
-    The member is left as it was; where it cannot be, nothing is tried."""
+    """Try a step on the first batch, and on a last batch of one row if there is one.
+
+    Returns the mistakes and the columns that the history will have. The member is left unchanged; if that is not
+    possible, nothing is tried.
+    """
     job, n = member.job, member.num_rows
     sizes = [min(member.batch_size, n)]
     reached = job.steps is None or job.steps * job.accumulate >= member.num_batches
@@ -56,14 +59,14 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
     roots = {"step": job.step, "loss": job.loss, "metrics": job.metrics, "model": member.model}
     with draws(member, keep=False), preserved(roots, skip=member.model) as state:
         member.modules.used = True
-        if state.unrestorable:  # a dry step would take from it what the first real step should have
+        if state.unrestorable:  # a dry step would use up what the first real step needs
             return [], set()
-        columns, before = set[str](), Snapshot()
+        columns, random_state = set[str](), Snapshot()
         for size in sizes:
             lines = step_problems(member, size, size != sizes[0], columns)
             if lines and step_problems(member, size, size != sizes[0], built=True):
                 return lines, set()
-        member.modules.used = state.may_draw or before.moved()
+        member.modules.used = state.may_draw or random_state.moved()
         if member.val is None:
             return [], columns
         lines = _metric_problems(member, columns)
@@ -71,7 +74,7 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
 
 
 def stop_problems(member: Member, columns: set[str]) -> list[str]:
-    """Whether a job that may stop early watches something that its history will not have."""
+    """Return a line if a job with `stop` watches something that its history will not have."""
     stop = member.job.stop
     if stop is None or not columns or stop.metric in columns:
         return []
@@ -85,10 +88,14 @@ def stop_problems(member: Member, columns: set[str]) -> list[str]:
 def step_problems(
     member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
 ) -> list[str]:
-    """What one step on a batch of so many rows shows; `short`: it is like the last batch of an epoch. The names that
-    it logs go to `columns`."""
+    """Return the mistakes that one step on a batch of `size` rows shows, and add the names that it logs to `columns`.
+
+    Args:
+        short: The batch stands for the shorter last batch of an epoch.
+        built: Build the network again instead of copying it.
+    """
     job = member.job
-    model = _twin(member, built)
+    model = _similar_model(member, built)
     try:
         batch = member.data.take(0, size)
     except ReadError as error:
@@ -147,14 +154,15 @@ def read_problems(member: Member, size: int, error: Exception) -> list[str]:
     return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
 
 
-def _twin(member: Member, built: bool = False) -> nn.Module:
-    """A network like the member's. Some cannot be copied, such as those with lazy buffers: they are built again.
+def _similar_model(member: Member, built: bool = False) -> nn.Module:
+    """Return a network like the member's: a copy, or one that is built again if it cannot be copied (lazy buffers).
 
-    `built`: build it, because a copy did not work: the hooks of a copy may still be closures over the original.
+    Args:
+        built: Build it again in any case, since hooks of a copy may still be closures over the original.
     """
     if not built:
         try:
-            return copy.deepcopy(member.model).to(member.device)  # recurrent layers lie together again
+            return copy.deepcopy(member.model).to(member.device)  # .to() makes weights of RNNs contiguous again
         except Exception:
             pass
     with seeded(member.job.seed, member.device):
@@ -164,12 +172,12 @@ def _twin(member: Member, built: bool = False) -> nn.Module:
 
 
 def _index_problems(member: Member) -> list[str]:
-    """On a GPU an index out of range costs the whole context, so two rows go through a copy on the CPU first."""
+    """Try two rows on a CPU copy first, since an index out of range on a GPU would destroy the CUDA context."""
     job = member.job
     rows = 1 if member.batched else min(2, len(member.data))
     batch = pytree.tree_map_only(Tensor, lambda t: t.cpu(), member.data.take(0, rows))
     try:
-        twin = _twin(member).cpu()
+        twin = _similar_model(member).cpu()
         if job.step is None:
             call_model(twin, batch)
         else:
@@ -177,19 +185,19 @@ def _index_problems(member: Member) -> list[str]:
     except IndexError as error:
         return [f"forward raised {describe(error)} on the first rows; check indices and labels in data"]
     except Exception:
-        return []  # it may be made for the GPU: the dry step there decides
+        return []  # the network may need the GPU: the dry step there decides
     return []
 
 
 def _other_dtype(model: nn.Module, batch: Any, error: Exception) -> str | None:
-    """Where the inputs are of another floating-point type than the weights, as NumPy's float64: how to mend it."""
+    """Return how to fix inputs whose floating-point type differs from that of the weights, such as NumPy's float64."""
     inputs = [batch[name] for name in batch if name not in TARGETS] if isinstance(batch, Mapping) else batch[:-1]
     given = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()}
-    wanted = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
-    if "dtype" not in str(error) or len(given) != 1 or len(wanted) != 1 or given == wanted:
+    expected = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
+    if "dtype" not in str(error) or len(given) != 1 or len(expected) != 1 or given == expected:
         return None
-    was, now = (min(kinds).removeprefix("torch.") for kinds in (given, wanted))
-    return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with x.to({min(wanted)})"
+    was, now = (min(dtypes).removeprefix("torch.") for dtypes in (given, expected))
+    return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with x.to({min(expected)})"
 
 
 def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:
@@ -216,7 +224,7 @@ def _raised(member: Member, where: str, error: Exception, size: int, short: bool
 
 
 def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
-    """What a step must give: a loss of one number that depends on the parameters, and logs of one number each."""
+    """Check that a step gives a scalar loss that depends on the parameters, and logs of one number each."""
     what = "loss" if job.step is None else "step"
     if not isinstance(loss, Tensor):
         return [
@@ -239,7 +247,7 @@ def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
 
 
 def backward_problems(model: nn.Module, loss: Tensor) -> list[str]:
-    """Whether the step has called loss.backward() itself, so that nothing is left to go back through."""
+    """Check that the step has not called loss.backward() itself."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(parameter.grad is None for parameter in trained):
         return []
@@ -254,7 +262,7 @@ def backward_problems(model: nn.Module, loss: Tensor) -> list[str]:
 
 
 def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:
-    """For losses that take class numbers: all targets, of data and val, must be below the number of classes."""
+    """For losses over class numbers, check that all targets in data and val are below the number of classes."""
     ignore = _ignored_label(job.loss)
     if ignore is None or not isinstance(outputs, Tensor) or outputs.ndim == 0:
         return []
@@ -263,8 +271,8 @@ def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:
     for which, view in (("data", member.data), ("val", member.val)):
         if view is None or not isinstance(view.source, TensorSource):
             continue
-        whole = view.source.whole()
-        targets = whole[-1] if isinstance(whole, (tuple, list)) else None
+        content = view.source.whole()
+        targets = content[-1] if isinstance(content, (tuple, list)) else None
         if (
             not isinstance(targets, Tensor)
             or targets.is_floating_point()
@@ -284,7 +292,7 @@ def label_problems(job: Job, outputs: Any, member: Member) -> list[str]:
 
 
 def _ignored_label(loss: Any) -> int | None:
-    """The label that the loss leaves out; None where it is not a loss over class numbers."""
+    """Return the label that the loss ignores, or None if it is not a loss over class numbers."""
     if loss is F.cross_entropy or loss is F.nll_loss:
         return -100
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
@@ -296,11 +304,12 @@ def _ignored_label(loss: Any) -> int | None:
 
 
 def _metric_problems(member: Member, columns: set[str] | None = None, built: bool = False) -> list[str]:
-    """Forward and metrics on the first validation rows. Metrics may refuse so few: only plain slips are reported."""
+    """Try the validation step and the metrics on the first validation rows; of metrics, report only wrong calls and
+    names."""
     job = member.job
     assert member.val is not None
     size = 1 if member.val.source.batched else min(job.batch_size, len(member.val))
-    model, sheet = _twin(member, built), Sheet(job)
+    model, sheet = _similar_model(member, built), Sheet(job)
     try:
         batch = member.val.take(0, size)
         if job.metrics:

@@ -1,4 +1,4 @@
-"""k-fold cross-validation: one job becomes k, which share its data."""
+"""k-fold cross-validation, which turns one job into k jobs that share its data."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from shoal.utils.numpy_values import plain_int
 def folds(
     job: Job, k: int = 5, *, stratify: Any = None, groups: Any = None, shuffle: bool = True, seed: int = 0
 ) -> list[Job]:
-    """k jobs, each validated on its own k-th of the rows and trained on the others. The data is not copied.
+    """Return k jobs, each validated on its own k-th of the rows and trained on the others. The data is not copied.
 
-    The split depends on `seed`, `stratify` and `groups` alone, so that jobs which differ in hyper-parameters get the
-    same folds.
+    The split depends only on `seed`, `stratify` and `groups`, so that jobs with different hyper-parameters get the same
+    folds.
 
     Args:
-        job: The job; it has no `val`.
-        k: How many folds.
-        stratify: A class for each row, or "y": the targets, the last part of the data (of a dict: a key). Every fold
+        job: The job, without `val`.
+        k: The number of folds.
+        stratify: A class for each row; "y" for the targets, the last part of the data; or a key of a dict. Every fold
             has nearly the same share of each class.
-        groups: A group for each row (of a dict: a key). All rows of a group are in the same fold.
-        shuffle: Deal the rows out at random; False: as they come. With `stratify` or `groups`: as in scikit-learn.
-        seed: Of the shuffle.
+        groups: A group for each row, or a key of a dict. All rows of a group are in the same fold.
+        shuffle: Assign the rows at random; if False, in their order. With `stratify` or `groups` as in scikit-learn.
+        seed: The seed of the shuffle.
     """
     k, seed = plain_int(k), plain_int(seed)
     label = f"job {job.name!r}" if job.name else "job"
@@ -67,8 +67,8 @@ def _check(k: Any, rows: int, shuffle: Any) -> None:
 
 def _fold_of_rows(view: View, k: int, stratify: Any, groups: Any, shuffle: bool, seed: int) -> Numbers:
     permute = _fold_rows.permuting(shuffle, seed)
-    classes = None if stratify is None else _of_rows("stratify", stratify, view)
-    group_of = None if groups is None else _of_rows("groups", groups, view)
+    classes = None if stratify is None else _row_labels("stratify", stratify, view)
+    group_of = None if groups is None else _row_labels("groups", groups, view)
     if classes is not None:
         names, classes = np.unique(classes, return_inverse=True)
         classes = classes.reshape(-1)
@@ -93,8 +93,8 @@ def _fold_of_rows(view: View, k: int, stratify: Any, groups: Any, shuffle: bool,
     return fold_of
 
 
-def _of_rows(name: str, values: Any, view: View) -> Numbers:
-    """A class or group for each row of the data, as an array."""
+def _row_labels(name: str, values: Any, view: View) -> Numbers:
+    """Return a class or group for each row of the data, as an array."""
     if isinstance(values, str):
         values = _part(name, values, view)
     try:
@@ -104,24 +104,24 @@ def _of_rows(name: str, values: Any, view: View) -> Numbers:
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype == object:
-        what = f"of shape {list(array.shape)}" if array.ndim != 1 else "of mixed or unknown values"
-        raise JobError(f"{name} is {what}; give one number or one text for each row")
+        problem = f"of shape {list(array.shape)}" if array.ndim != 1 else "of mixed or unknown values"
+        raise JobError(f"{name} is {problem}; give one number or one text for each row")
     if len(array) != len(view):
         raise JobError(f"{name} has {_rows(len(array))} and data has {_rows(len(view))}; give one for each row of data")
     return array
 
 
 def _part(name: str, key: str, view: View) -> Any:
-    """A part of the data, by its key, or the last one by "y"."""
+    """Return the part of the data with this key, or the last part for "y"."""
     if not isinstance(view.source, TensorSource):
         raise JobError(f"{name} is {key!r}, and data is no tensors or arrays; give one value for each row")
-    whole = view.source.whole()
-    if isinstance(whole, Mapping):
-        if key not in whole:
-            raise JobError(f"{name} is {key!r}, which data does not have; use one of {', '.join(map(repr, whole))}")
-        part = whole[key]
-    elif key == "y" and name == "stratify" and isinstance(whole, (tuple, list)) and len(whole) > 1:
-        part = whole[-1]
+    content = view.source.whole()
+    if isinstance(content, Mapping):
+        if key not in content:
+            raise JobError(f"{name} is {key!r}, which data does not have; use one of {', '.join(map(repr, content))}")
+        part = content[key]
+    elif key == "y" and name == "stratify" and isinstance(content, (tuple, list)) and len(content) > 1:
+        part = content[-1]
     else:
         more = "'y' for the targets, or " if name == "stratify" else ""
         raise JobError(f"{name} is {key!r}; use {more}one value for each row, or a key where data is a dict")

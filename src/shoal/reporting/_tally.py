@@ -1,4 +1,4 @@
-"""Counts, from a run's events, what it has done and what is left, for the progress display.
+"""Count from a run's events what has been done and what remains, for the progress display.
 
 An event changes the numbers of one unit or member; sums are computed when they are shown.
 """
@@ -22,7 +22,7 @@ SAMPLE_SECONDS, SAMPLES = 1.0, 30
 
 
 class Pace:
-    """How fast a count has grown over the last half minute."""
+    """Measures how fast a count has grown over the last half minute."""
 
     __slots__ = ("_samples",)
 
@@ -30,26 +30,26 @@ class Pace:
         self._samples: deque[tuple[float, float]] = deque([(now, count)], maxlen=SAMPLES)
 
     def left(self, now: float, count: float, rest: float) -> float:
-        """Seconds until the count has grown by `rest`; NaN where that is not known."""
-        then, before = self._samples[0]
+        """Return the seconds until the count has grown by `rest`, or NaN if that is unknown."""
+        then, old_count = self._samples[0]
         if now - self._samples[-1][0] >= SAMPLE_SECONDS:
             self._samples.append((now, count))
         if rest <= 0:
             return 0.0
-        return rest * (now - then) / (count - before) if count > before else math.nan
+        return rest * (now - then) / (count - old_count) if count > old_count else math.nan
 
 
 @dataclass(slots=True, eq=False)
 class UnitProgress:
-    """The members of one unit."""
+    """The progress of one unit's members."""
 
     label: Any
     tier: str
     pace: Pace
     left: dict[int, int] = field(default_factory=dict)
-    """By member: the batches that it has left."""
+    """The number of remaining batches by member."""
     batches: int = 0
-    """Batches the unit has run."""
+    """The number of batches that the unit has run."""
     work: float = 0.0
     """Batches summed over members; older ones count less."""
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class UnitProgress:
         return len(self.left)
 
     def turn(self, members: int, batches: int, seconds: float) -> None:
-        """Note a turn of the unit."""
+        """Record a turn of the unit."""
         fade = math.exp(-seconds / FADE_SECONDS)
         self.work = self.work * fade + members * batches
         self.seconds = self.seconds * fade + seconds
@@ -69,7 +69,7 @@ class UnitProgress:
         self.left = {index: max(0, left - batches) for index, left in self.left.items()}
 
     def seconds_left(self, now: float) -> float:
-        """Seconds until the last member ends; NaN where that is not known."""
+        """Return the seconds until the last member ends, or NaN if that is unknown."""
         return self.pace.left(now, self.batches, max(self.left.values(), default=0))
 
 
@@ -81,36 +81,36 @@ class Tally:
         self.began = clock()
         self.members: dict[int, Member] = {}
         self.waiting: dict[int, int] = {}
-        """Batches left of each member that is in no unit."""
+        """The remaining batches of each member that is in no unit."""
         self.ended: dict[int, str] = {}
         """Status of each member that has ended."""
         self.losses: dict[int, float] = {}
         self.worked = 0.0
-        """The work of this run: batches of members, weighted by their predicted cost where it is known."""
+        """The work of this run: batches of members, weighted by their predicted cost if it is known."""
         self.packs: dict[Any, UnitProgress] = {}
         self.home: dict[int, UnitProgress] = {}
         """The unit of each member that is running."""
         self.joins = False
         """Whether members have joined units."""
         self.alone: dict[int, float] = {}
-        """Predicted seconds of one batch of each member by itself."""
+        """The predicted seconds of one batch of each member by itself."""
         self.note = ""
         self.resume = ""
         """How to resume a run that was interrupted and saved."""
         self._missed: dict[int, int] = {}
-        """Batches of cancelled members that were never trained."""
+        """The batches of cancelled members that were never trained."""
         self._bytes: dict[int, float] = {}
         """Each member's share of the memory predicted for its pack."""
         self._usual = 1.0
-        """The weight of a batch of a member whose cost is not known."""
+        """The weight of a batch of a member whose cost is unknown."""
         self._pace = Pace(self.began)
         for member in members:
-            self._see(member)
+            self._update_member(member)
 
     def __call__(self, event: Event) -> None:
-        do = getattr(self, f"_on_{event.kind}", None)
-        if do is not None:
-            do(event.member, event.data)
+        handle = getattr(self, f"_on_{event.kind}", None)
+        if handle is not None:
+            handle(event.member, event.data)
 
     @property
     def counts(self) -> Counter[str]:
@@ -119,57 +119,59 @@ class Tally:
 
     @property
     def cut_short(self) -> bool:
-        """Whether members were cancelled, or the run was interrupted: which of the two is known at the run's end."""
+        """Whether members were cancelled or the run was interrupted; the run's end shows which of the two."""
         return bool(self._missed or self.resume)
 
     @property
     def left(self) -> int:
-        """Batches left, summed over members."""
+        """The number of remaining batches, summed over members."""
         return sum(sum(pack.left.values()) for pack in self.packs.values()) + sum(self.waiting.values())
 
     @property
     def share(self) -> float:
-        """The fraction of the work that is done, 0 to 1."""
+        """The fraction of the work that is done, from 0 to 1."""
         total = sum(map(length, self.members.values()))
         return 1 - (self.left + sum(self._missed.values())) / total if total else 1.0
 
     @property
     def running(self) -> int:
-        """How many members are running."""
+        """The number of running members."""
         return len(self.home)
 
     def seconds_left(self) -> float:
-        """Seconds until the end of the run; NaN where that is not known."""
+        """Return the seconds until the end of the run, or NaN if that is unknown."""
         now = self.clock()
-        places = (self.waiting, *(pack.left for pack in self.packs.values()))
-        rest = sum(left * self.alone.get(index, self._usual) for place in places for index, left in place.items())
-        all_left = self._pace.left(now, self.worked, rest)
+        batches_left = (self.waiting, *(pack.left for pack in self.packs.values()))
+        work_left = sum(
+            left * self.alone.get(index, self._usual) for group in batches_left for index, left in group.items()
+        )
+        all_left = self._pace.left(now, self.worked, work_left)
         longest = [pack.seconds_left(now) for pack in self.packs.values()]
         return max([all_left, *(x for x in longest if not math.isnan(x))])
 
     def loss_range(self) -> tuple[float, float] | None:
-        """The smallest and the largest of the members' last losses."""
+        """Return the smallest and the largest of the members' last losses."""
         losses = [loss for loss in self.losses.values() if math.isfinite(loss)]
         return (min(losses), max(losses)) if losses else None
 
     def gain(self, pack: UnitProgress) -> float | None:
-        """How many times faster a unit is than its members one after another; None where nothing was predicted."""
+        """Return how many times faster a unit is than its members one after another, or None without a prediction."""
         alone = [self.alone[index] for index in pack.left if index in self.alone]
         if not pack.seconds or not alone or len(alone) < len(pack):
             return None
         return pack.work / pack.seconds * sum(alone) / len(alone)
 
     def predicted_bytes(self, pack: UnitProgress) -> float | None:
-        """The memory predicted for a unit; None where there is no prediction."""
+        """Return the memory predicted for a unit, or None without a prediction."""
         shares = [self._bytes[index] for index in pack.left if index in self._bytes]
         return sum(shares) if len(shares) == len(pack) else None
 
     def _weight(self, pack: UnitProgress) -> float:
-        """The weight of a batch of one of a unit's members, which are alike."""
+        """Return the weight of a batch of one of a unit's members, which are alike."""
         return self.alone.get(next(iter(pack.left), -1), self._usual)
 
-    def _see(self, member: Member) -> None:
-        """Add a member, or note how far a resume has brought it."""
+    def _update_member(self, member: Member) -> None:
+        """Add a member, or update how far a resumed one has come."""
         index = member.index
         self.members.setdefault(index, member)
         if index in self.home or index in self.ended:
@@ -184,7 +186,7 @@ class Tally:
             self._missed[index] = left
 
     def _leave_unit(self, index: int) -> int | None:
-        """Take a member out of its unit; its batches left, or None where it was in none."""
+        """Remove a member from its unit, and return its remaining batches, or None if it was in no unit."""
         pack = self.home.pop(index, None)
         if pack is None:
             return None
@@ -197,7 +199,7 @@ class Tally:
 
     def _on_start(self, member: Member | None, data: Mapping[str, Any]) -> None:
         for each in list(self.members.values()):
-            self._see(each)
+            self._update_member(each)
         for part in (data.get("plan") or {}).get("parts", ()):
             members, predicted = part["members"], part.get("predicted") or {}
             for name, shares in (("alone_seconds", self.alone), ("memory_bytes", self._bytes)):
@@ -211,8 +213,8 @@ class Tally:
         index, label, alone = member.index, data["unit"], data.get("alone_seconds")
         self._leave_unit(index)
         self.members.setdefault(index, member)
-        for places in (self.waiting, self.ended, self._missed):
-            places.pop(index, None)
+        for tables in (self.waiting, self.ended, self._missed):
+            tables.pop(index, None)
         if alone and math.isfinite(alone):
             self.alone[index] = alone
         if label not in self.packs:
@@ -237,13 +239,13 @@ class Tally:
         if index in self.ended:
             return
         pack = self.home.get(index)
-        places = self.waiting if pack is None else pack.left
-        self.worked += (places.get(index, left) - left) * self.alone.get(index, self._usual)
-        places[index] = left
+        table = self.waiting if pack is None else pack.left
+        self.worked += (table.get(index, left) - left) * self.alone.get(index, self._usual)
+        table[index] = left
 
     def _on_leave(self, member: Member, data: Mapping[str, Any]) -> None:
         index = member.index
-        self._see(member)
+        self._update_member(member)
         left = self._leave_unit(index)
         if left is None:
             left = self.waiting.pop(index, 0)
@@ -267,22 +269,22 @@ class Tally:
         name = "" if member is None else f"{member.name}: "
         self.note = f"{name}{data.get('text', '')}"
         if member is not None:
-            self._see(member)
+            self._update_member(member)
 
 
 def batches_at(member: Member, step: int) -> int:
-    """Batches after `step` optimizer steps; the last step of an epoch may have fewer batches."""
+    """Return the number of batches after `step` optimizer steps; the last step of an epoch may have fewer batches."""
     batches, k = max(1, member.usual_batches), member.job.accumulate
     epochs, steps = divmod(step, -(-batches // k))
     return epochs * batches + min(batches, steps * k)
 
 
 def length(member: Member) -> int:
-    """Batches of the whole job."""
+    """Return the number of batches of the entire job."""
     job = member.job
     return (job.epochs or 0) * max(1, member.usual_batches) if job.steps is None else batches_at(member, job.steps)
 
 
 def done(member: Member) -> int:
-    """Batches that a member has trained on."""
+    """Return the number of batches that a member has trained on."""
     return min(length(member), batches_at(member, member.step))

@@ -1,4 +1,5 @@
-"""Callbacks: the user's functions, called with the view of one member after each of its epochs and at its end."""
+"""Callbacks: functions of the user that are called with a view of one member after each of its epochs and at its
+end."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from shoal.errors import ShoalError, ShoalWarning, describe
 from shoal.reporting.events import Event, Listener, title
 
 WriteBack = Callable[[], None]
-"""Brings a member's weights from its unit into its model."""
+"""Copies a member's weights from its unit into its model."""
 
 
 class ViewError(ShoalError, RuntimeError):
@@ -49,7 +50,7 @@ class MemberView:
 
     @property
     def index(self) -> int:
-        """The job's place in the list."""
+        """The job's index in the list."""
         return self._member.index
 
     @property
@@ -64,33 +65,33 @@ class MemberView:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The job's other settings in short: optimizer, batch_size, seed, and its `config`."""
+        """The job's other main settings: optimizer, batch_size, seed, and its `config`."""
         job = self._member.job
         return {"optimizer": title(job.optimizer), "batch_size": job.batch_size, "seed": job.seed, **job.config}
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """The number of completed epochs."""
         return self._member.epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps taken."""
         return self._member.step
 
     @property
     def status(self) -> str:
-        """running; at its end done, stopped, diverged, failed or cancelled."""
+        """The status: "running", and at the member's end "done", "stopped", "diverged", "failed" or "cancelled"."""
         return self._member.status
 
     @property
     def error(self) -> str | None:
-        """Why it ended, in one line, where there is something to say."""
+        """Why the member ended, in one line, if there is a reason to report."""
         return self._member.error
 
     @property
     def tier(self) -> str:
-        """How it is run: stacked, streams or serial."""
+        """How the member is run: stacked, streams or serial."""
         return self._member.tier
 
     @property
@@ -131,13 +132,14 @@ class MemberView:
 
     @property
     def run(self) -> Any:
-        """The shoal.LiveRun that this member is in: a callback may stop, cancel, add and clone jobs there."""
+        """The shoal.LiveRun of this member, in which a callback may stop, cancel, add and clone jobs."""
         if self._run is None:
             raise ViewError("view.run: this run takes no orders; begin it with shoal.start(jobs, callbacks=[...])")
         return self._run
 
     def stop(self, reason: str = "") -> None:
-        """End this member here, as "stopped"; the reason becomes its `error`. At its end this does nothing more."""
+        """End this member now, as "stopped"; the reason becomes its `error`. After the member's end this has no
+        effect."""
         self._check("stop()")
         if self._reason is None:
             self._reason = str(reason)
@@ -152,7 +154,7 @@ class MemberView:
 
 
 def own_copy(member: Member) -> nn.Module:
-    """A copy of a member's network in eval mode on the CPU; built again where it cannot be copied."""
+    """Return a copy of a member's network in eval mode on the CPU; a network that cannot be copied is built again."""
     with with_evaluation_weights(member):
         try:
             model = copy.deepcopy(member.model)
@@ -171,9 +173,9 @@ class Ending:
     """How a callback ended its member."""
 
     status: str
-    """stopped or failed."""
+    """"stopped" or "failed"."""
     error: str | None
-    """Why."""
+    """The reason."""
 
 
 class Callbacks:
@@ -185,11 +187,11 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback] | None = None, run: Any = None) -> None:
-        """`run`: the shoal.LiveRun that callbacks may send commands to."""
-        given = _checked(callbacks)
+        """Check the callbacks; `run` is the shoal.LiveRun that they may send commands to."""
+        checked = _checked(callbacks)
         self._run = run
-        self._callbacks = [f for f in given if not getattr(f, "only_watches", False)]
-        self._watchers = [f for f in given if getattr(f, "only_watches", False)]
+        self._callbacks = [f for f in checked if not getattr(f, "only_watches", False)]
+        self._watchers = [f for f in checked if getattr(f, "only_watches", False)]
         self._raised: set[tuple[int, int]] = set()
         """(callback, member) pairs where the callback has raised: it is not called for that member again."""
 
@@ -198,7 +200,7 @@ class Callbacks:
         return bool(self._callbacks)
 
     def listeners(self) -> list[Listener]:
-        """Those that only watch."""
+        """Return the callbacks that only watch, as listeners."""
         return [_Watching(callback) for callback in self._watchers]
 
     def after(self, member: Member, write_back: WriteBack | None = None) -> Ending | None:
@@ -208,14 +210,14 @@ class Callbacks:
         counts, and only if the member had not failed already.
         """
         ending: Ending | None = None
-        for place, callback in enumerate(self._callbacks):
-            if (place, member.index) in self._raised:
+        for index, callback in enumerate(self._callbacks):
+            if (index, member.index) in self._raised:
                 continue
-            said = _call(callback, MemberView(member, write_back, self._run))
-            if said is not None and said.status == "failed":
-                self._raised.add((place, member.index))
-            if ending is None or (said is not None and said.status == "failed" != ending.status):
-                ending = said
+            result = _call(callback, MemberView(member, write_back, self._run))
+            if result is not None and result.status == "failed":
+                self._raised.add((index, member.index))
+            if ending is None or (result is not None and result.status == "failed" != ending.status):
+                ending = result
         if ending is None:
             return None
         if ending.status == "stopped":
@@ -252,7 +254,7 @@ def _checked(callbacks: Any) -> list[Callback]:
 
 
 class _Watching:
-    """A callback that only watches, as a listener."""
+    """Makes a listener of a callback that only watches."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback

@@ -1,4 +1,4 @@
-"""Charts as SVG for a page that opens without a network: points and lines over two axes, and parallel coordinates."""
+"""SVG charts for a page that needs no network: points and lines over two axes, and parallel coordinates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ svg.chart polyline{fill:none;stroke-width:1.5;stroke-linejoin:round}
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to places along an axis of the drawing."""
+    """Maps values to positions along an axis of the drawing."""
 
     low: float
     high: float
@@ -32,16 +32,16 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Where a value is drawn; one beyond an end, at that end."""
-        low, high = self._of(self.low), self._of(self.high)
-        share = (self._of(min(max(value, self.low), self.high)) - low) / (high - low) if high > low else 0.5
+        """Return the position of a value; values beyond an end of the axis are drawn at that end."""
+        low, high = self._transform(self.low), self._transform(self.high)
+        share = (self._transform(min(max(value, self.low), self.high)) - low) / (high - low) if high > low else 0.5
         return round(self.start + share * (self.end - self.start), 1)
 
-    def _of(self, value: float) -> float:
+    def _transform(self, value: float) -> float:
         return math.log(value) if self.log else value
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round numbers along the axis; its ends, where there are fewer than two between them."""
+        """Return round numbers along the axis, or its ends if there are fewer than two between them."""
         if self.high <= self.low:
             return [self.low]
         ticks = self._round_numbers(most)
@@ -67,18 +67,18 @@ class Series:
 
     points: Sequence[tuple[float, float]]
     label: str = ""
-    """What is shown where the pointer rests."""
+    """The text that is shown under the mouse pointer."""
     color: str = "var(--accent)"
     line: bool = True
-    """Joined by a line; False: a mark each."""
+    """Whether the points are joined by a line; if False, each has a mark."""
     hollow: bool = False
     opacity: float = 1.0
     labels: Sequence[str] = field(default_factory=list)
-    """What is shown of each mark."""
+    """The text of each mark."""
 
 
 def spread(values: Sequence[float], keep: Sequence[float] = ()) -> tuple[float, float]:
-    """The range to draw: without values so far out that nothing else would be seen, but always with those in `keep`."""
+    """Return the range to draw, without extreme outliers but always with the values in `keep`."""
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:
         return 0.0, 1.0
@@ -90,7 +90,8 @@ def spread(values: Sequence[float], keep: Sequence[float] = ()) -> tuple[float, 
 
 
 def spread_of_lines(values: Sequence[float], keep: Sequence[float] = (), share: float = 0.95) -> tuple[float, float]:
-    """The same for curves, whose first values are far from the last: without the few that lie furthest out."""
+    """Return the range to draw for curves, without the few values furthest out, since first values are far from the
+    last."""
     finite = sorted(value for value in values if math.isfinite(value))
     cut = int(len(finite) * (1 - share))
     low, high = finite[cut], finite[-1 - cut]
@@ -100,16 +101,16 @@ def spread_of_lines(values: Sequence[float], keep: Sequence[float] = (), share: 
 
 
 def is_log(values: Sequence[float]) -> bool:
-    """Whether positive values lie so far apart that a logarithmic axis shows them better."""
+    """Return whether positive values lie so far apart that a logarithmic axis shows them better."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 50
 
 
 def chart(
     series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool = False, keep: Sequence[float] = ()
 ) -> str:
-    """Points and lines over two axes. The y axis shows where the marks are, and always the values in `keep`.
+    """Draw points and lines over two axes. The y axis covers the marks, and always the values in `keep`.
 
-    A mark beyond its end is drawn there as a triangle.
+    A mark beyond the end of the axis is drawn there as a triangle.
     """
     points = [(x, y) for each in series for x, y in each.points if math.isfinite(x) and math.isfinite(y)]
     if not points:
@@ -120,11 +121,11 @@ def chart(
     y = Scale(*ends, HEIGHT - BOTTOM - 8, TOP + 8)
     parts = [_axes(x, y, x_label, y_label)]
     for each in series:
-        seen = [(x(a), y(b)) for a, b in each.points if math.isfinite(a) and math.isfinite(b)]
-        if each.line and len(seen) > 1:
-            places = " ".join(f"{a:g},{b:g}" for a, b in seen)
+        positions = [(x(a), y(b)) for a, b in each.points if math.isfinite(a) and math.isfinite(b)]
+        if each.line and len(positions) > 1:
+            coordinates = " ".join(f"{a:g},{b:g}" for a, b in positions)
             style = f'stroke="{each.color}" opacity="{each.opacity:g}"'
-            parts.append(f'<polyline points="{places}" {style}>{_title(each.label)}</polyline>')
+            parts.append(f'<polyline points="{coordinates}" {style}>{_title(each.label)}</polyline>')
         else:
             labels = each.labels or [each.label] * len(each.points)
             parts += [
@@ -136,7 +137,7 @@ def chart(
 
 
 def _mark(series: Series, a: float, b: float, label: str, *, beyond: int) -> str:
-    """A circle, or a triangle where the value is beyond an end of the axis: 1 above it, -1 below it."""
+    """Draw a circle, or a triangle if the value is beyond an end of the axis (`beyond` is 1 above it, -1 below it)."""
     fill = "none" if series.hollow else series.color
     style = f'fill="{fill}" stroke="{series.color}" opacity="{series.opacity:g}"'
     if not beyond:
@@ -151,21 +152,21 @@ def parallel(
     log: Mapping[str, bool] | None = None,
     keep: Mapping[str, float] | None = None,
 ) -> str:
-    """Parallel coordinates: an axis for each name, a line for each row of values with its colour and its label.
+    """Draw parallel coordinates: an axis for each name, and a line for each row of values with its colour and label.
 
-    Axes of numbers are logarithmic or linear as `log` says, and then have all values; the others as their values ask
-    for, and always with their value in `keep`. Other values are in the order of their text.
+    Numeric axes named in `log` are logarithmic or linear as given and show all values. Other numeric axes choose by
+    their values, and always include their value in `keep`. Other values are sorted as text.
     """
     log, keep = log or {}, keep or {}
     if not rows:
         return '<p class="note">There is nothing to draw.</p>'
     step = (WIDE - 2 * 60) / max(1, len(names) - 1)
-    parts, places = [], []
+    parts, columns = [], []
     for index, name in enumerate(names):
         at = round(60 + index * step, 1)
         column = [values[index] for values, _, _ in rows]
         heights, ticks = _column(column, log.get(name), [keep[name]] if name in keep else [])
-        places.append(heights)
+        columns.append(heights)
         parts.append(f'<line class="axis" x1="{at:g}" x2="{at:g}" y1="{TOP + 18}" y2="{HEIGHT - 22}"/>')
         parts.append(f'<text x="{at:g}" y="{TOP + 4}" text-anchor="middle" font-weight="600">{escape(name)}</text>')
         parts += [
@@ -173,7 +174,7 @@ def parallel(
         ]
     lines = []
     for row, (_, color, label) in enumerate(rows):
-        points = " ".join(f"{60 + index * step:.1f},{heights[row]:g}" for index, heights in enumerate(places))
+        points = " ".join(f"{60 + index * step:.1f},{heights[row]:g}" for index, heights in enumerate(columns))
         lines.append(f'<polyline points="{points}" stroke="{color}" opacity=".7">{_title(label)}</polyline>')
     return _svg(WIDE, HEIGHT, f"parallel coordinates of {', '.join(names)}", [*lines, *parts])
 
@@ -181,18 +182,20 @@ def parallel(
 def _column(
     values: Sequence[Any], log: bool | None, keep: Sequence[float]
 ) -> tuple[list[float], list[tuple[str, float]]]:
-    """Where each value is drawn on its axis, and what is written along it."""
+    """Return the position of each value on its axis, and the texts along the axis."""
     bottom, top = HEIGHT - 26.0, TOP + 22.0
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
     if len(numbers) == len(values):
         low, high = spread(numbers, keep) if log is None else (min(numbers), max(numbers))
         scale = Scale(low, high, bottom, top, is_log(numbers) if log is None else log and low > 0)
-        few = sorted(set(numbers))
-        ticks = few if len(few) <= 5 else scale.ticks(4)
+        distinct = sorted(set(numbers))
+        ticks = distinct if len(distinct) <= 5 else scale.ticks(4)
         return [scale(number) for number in numbers], [(f"{tick:.4g}", scale(tick)) for tick in ticks]
-    kinds = sorted({str(value) for value in values})
-    scale = Scale(0, max(1, len(kinds) - 1), bottom, top)
-    return [scale(kinds.index(str(value))) for value in values], [(kind[:16], scale(i)) for i, kind in enumerate(kinds)]
+    categories = sorted({str(value) for value in values})
+    scale = Scale(0, max(1, len(categories) - 1), bottom, top)
+    return [scale(categories.index(str(value))) for value in values], [
+        (category[:16], scale(i)) for i, category in enumerate(categories)
+    ]
 
 
 def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
@@ -208,8 +211,8 @@ def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{bottom}"/>')
     middle = (LEFT + right) / 2
     parts.append(f'<text x="{middle:g}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    place = f'x="12" y="{(TOP + bottom) / 2:g}" transform="rotate(-90 12 {(TOP + bottom) / 2:g})"'
-    parts.append(f'<text {place} text-anchor="middle">{escape(y_label)}</text>')
+    position = f'x="12" y="{(TOP + bottom) / 2:g}" transform="rotate(-90 12 {(TOP + bottom) / 2:g})"'
+    parts.append(f'<text {position} text-anchor="middle">{escape(y_label)}</text>')
     return "".join(parts)
 
 

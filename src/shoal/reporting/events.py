@@ -1,4 +1,4 @@
-"""Events: what happens in a run, as plain data, for listeners.
+"""Events, which report as plain data what happens in a run.
 
 | kind | member | data |
 |---|---|---|
@@ -13,8 +13,8 @@
 | note | maybe | text |
 | end | | statuses, seconds, running (members running on average); resume (how) where an interrupted run was saved |
 
-A turn comes before the epochs and ends that it brought about. A member that has been preempted, or whose unit was
-split, joins again.
+A turn comes before the epochs and ends that it caused. A member that was preempted, or whose unit was split, joins
+again.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ class Event:
     """Unix time."""
     member: Member | None = None
     data: dict[str, Any] = field(default_factory=dict)
-    """Numbers, strings, lists and dicts."""
+    """Numbers, strings, lists and dicts, as listed above for each kind."""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ValueError(f"an event's kind is {self.kind!r}; use one of {', '.join(KINDS)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The event as plain data; `member` is the job's place in the list, `name` its name."""
+        """Return the event as plain data; `member` is the job's index in the list, `name` its name."""
         member = {} if self.member is None else {"member": self.member.index, "name": self.member.name}
         return {"kind": self.kind, "time": self.time, **member, "data": finite(self.data)}
 
     def to_json(self) -> str:
-        """`to_dict()` as one line."""
+        """Return `to_dict()` as one line of JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def to_wire(self) -> Wire:
-        """What to send to another process."""
+        """Return what to send to another process."""
         return self.kind, self.time, None if self.member is None else self.member.index, self.data
 
     @classmethod
     def from_wire(cls, wire: Wire, members: Mapping[int, Member]) -> Event:
-        """What another process sent; `members` are this process's own, by their places."""
+        """Return the event that another process sent; `members` are those of this process, by index."""
         kind, when, index, data = wire
         return cls(kind, when, None if index is None else members[index], data)
 
 
 def happened(kind: str, member: Member | None = None, /, **data: Any) -> Event:
-    """An event that happens now.
+    """Return an event that happens now.
 
     >>> happened("checkpoint", members=3, seconds=0.2).data
     {'members': 3, 'seconds': 0.2}
@@ -114,12 +114,12 @@ class Listeners:
 
 
 def title(thing: object) -> str:
-    """The name of a function or a callable object, for messages."""
+    """Return the name of a function or a callable object, for messages."""
     return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
 
 
 class JsonLines:
-    """Writes every event to a stream, one JSON object a line."""
+    """Writes every event to a stream, as one line of JSON."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -130,9 +130,9 @@ class JsonLines:
 
 
 class MembersRunning:
-    """How many members ran at the same time on average: their summed time over the time of the run.
+    """Measures how many members ran at the same time on average: their summed time over the time of the run.
 
-    Events of several processes may come in any order.
+    Events of several processes may arrive in any order.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class MembersRunning:
             self._since[index] = event.time
 
     def average(self, now: float | None = None) -> float:
-        """The average until `now`, by default the last event."""
+        """Return the average until `now`, by default until the last event."""
         last = self._last if now is None else now
         if not last > self._first:
             return 0.0

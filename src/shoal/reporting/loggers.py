@@ -1,7 +1,7 @@
-"""Loggers: callbacks that write each member's numbers somewhere, as if it had run alone.
+"""Loggers: callbacks that write each member's values somewhere, as if the member had run alone.
 
 A logger is a subclass of `Logger` with three methods. It is called in the process that called `shoal.train`, wherever
-members train, and one that raises is dropped with a warning while training continues.
+members train. A logger that raises is dropped with a warning, and training continues.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.reporting.callbacks import MemberView
 from shoal.utils.numpy_values import plain_int
 
 _LONGEST = 100
-"""Characters of a folder's name."""
+"""The largest number of characters in a folder's name."""
 
 
 class Logger:
-    """The base of all loggers: which rows of which members are new, and the steps within an epoch.
+    """The base class of loggers, which finds the rows and steps that have not been logged yet.
 
     Examples:
         >>> class Print(Logger):
@@ -34,33 +34,39 @@ class Logger:
     only_watches = True
 
     def __init__(self, *, every_step: int | None = None) -> None:
-        """`every_step`: log each so many optimizer steps too, as `step_loss` and what the step logs; they are logged
-        when their epoch has ended. None: epochs alone."""
+        """Configure what is logged.
+
+        Args:
+            every_step: Also log every this many optimizer steps, as `step_loss` and the step's logs; they are logged at
+                the end of their epoch. None logs only epochs.
+        """
         every_step = plain_int(every_step)
         if every_step is not None and (not isinstance(every_step, int) or every_step < 1):
             raise ValueError(f"every_step is {every_step!r}; use a whole number, 1 or more, or None for epochs alone")
         self.every_step = every_step
         self._epochs: dict[str, int] = {}
-        """By a member's name, the last epoch that was logged; members that have ended are not in it."""
+        """The last logged epoch by member name; members that have ended are not in it."""
 
     def begin(self, view: MemberView) -> int | None:
-        """Before a member's first row; the last epoch that was logged of it by an earlier run, if that is known: the
-        ones after it are logged then. None: the epoch that has just ended is the next one."""
+        """Prepare for a member's first row, and return the last epoch that an earlier run has logged.
+
+        Missing epochs after that one are then logged. None means that the epoch which has just ended is the next one.
+        """
 
     def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
-        """Numbers of a member after so many optimizer steps."""
+        """Log values of a member after `step` optimizer steps."""
 
     def end(self, view: MemberView) -> None:
-        """After its last row; `view.status` says how it ended."""
+        """Finish a member after its last row; `view.status` says how it ended."""
 
     def __call__(self, view: MemberView) -> None:
-        """After an epoch: its steps and its row. At the end: how it ended."""
+        """Log the steps and the row of an epoch, or the end of a member."""
         row = view.metrics
         if view.name not in self._epochs:
-            known = self.begin(view)
-            self._epochs[view.name] = max(0, int(row.get("epoch", 0)) - 1) if known is None else known
+            logged = self.begin(view)
+            self._epochs[view.name] = max(0, int(row.get("epoch", 0)) - 1) if logged is None else logged
         last = self._epochs[view.name]
-        if row and row["epoch"] > last + 1:  # a run that was killed had no time to log these
+        if row and row["epoch"] > last + 1:  # a killed run may not have logged these
             for missed in view.history:
                 if last < missed["epoch"] < row["epoch"]:
                     self._log_epoch(view, missed, steps=False)
@@ -68,25 +74,29 @@ class Logger:
             self._epochs[view.name] = int(row["epoch"])
             self._log_epoch(view, row, steps=view.status == "running")
         if view.status != "running":
-            for step, values in sorted(_within(view, self._epochs[view.name] + 1).items()):  # of an epoch without end
+            for step, values in sorted(_validations_within(view, self._epochs[view.name] + 1).items()):
                 self.log(view, values, step)
             self.end(view)
             del self._epochs[view.name]
 
     def _log_epoch(self, view: MemberView, row: dict[str, float], *, steps: bool) -> None:
-        """Log an epoch's row, after what was measured within it; `steps`: the view has its steps' losses."""
-        within = _within(view, int(row["epoch"]))
+        """Log an epoch's row, after the validations within it.
+
+        Args:
+            steps: Whether the view has the losses of the epoch's steps.
+        """
+        within = _validations_within(view, int(row["epoch"]))
         if self.every_step is not None and steps:
             for step, values in _steps(view, int(row["step"])):
                 if step % self.every_step == 0:
                     within[step] = {**values, **within.get(step, {})}
-        for step, values in sorted(within.items()):  # some services take steps in order alone
+        for step, values in sorted(within.items()):  # some services need increasing steps
             self.log(view, values, step)
         self.log(view, _without(row, "step"), int(row["step"]))
 
 
-def _within(view: MemberView, epoch: int) -> dict[int, dict[str, float]]:
-    """By their steps, the validations within an epoch."""
+def _validations_within(view: MemberView, epoch: int) -> dict[int, dict[str, float]]:
+    """Return the validations within an epoch, by step."""
     return {int(row["step"]): _without(row, "epoch", "step") for row in view.validations if row["epoch"] == epoch}
 
 
@@ -95,7 +105,7 @@ def _without(row: dict[str, float], *names: str) -> dict[str, float]:
 
 
 def _steps(view: MemberView, last: int) -> list[tuple[int, dict[str, float]]]:
-    """The optimizer steps of the last epoch: the mean of their batches."""
+    """Return the step and the mean values of each optimizer step in the last epoch."""
     columns = {"step_loss": view.losses, **{f"step_{name}": values for name, values in view.logs.items()}}
     k = view._member.job.accumulate
     count = -(-len(columns["step_loss"]) // k)
@@ -110,7 +120,7 @@ def _mean(values: list[float]) -> float:
 
 
 def config(view: MemberView) -> dict[str, Any]:
-    """A member's settings and hyper-parameters, as numbers, strings and booleans."""
+    """Return a member's settings and hyper-parameters as numbers, strings and booleans."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (bool, int, float, str)) or value is None:
@@ -121,7 +131,7 @@ def config(view: MemberView) -> dict[str, Any]:
 
 
 def make_folder(folder: str | os.PathLike[str], what: str) -> Path:
-    """The folder of a logger; OutError where it cannot be made."""
+    """Create the folder of a logger, or raise an OutError."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -132,16 +142,17 @@ def make_folder(folder: str | os.PathLike[str], what: str) -> Path:
 
 
 def folder_name(name: str) -> str:
-    """A member's name as that of a folder; with a hash of it where it had to be changed, so that no other member has
-    the same."""
+    """Return a folder name for a member's name; if characters had to be replaced, a hash makes it unique."""
     safe = re.sub(r"[^\w.=,+@ -]", "_", name)[:_LONGEST].rstrip(". ")
     return safe if safe == name else f"{safe or 'job'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class CSVLogger(Logger):
-    """Writes a folder for each member: `metrics.csv`, a row for each epoch, `steps.csv` with `every_step`, and
-    `config.json` with its settings. A resumed run continues the files: rows after the point where it resumes are
-    written again."""
+    """Writes a folder for each member: `metrics.csv` with a row per epoch, `steps.csv` if `every_step` is set, and
+    `config.json` with its settings.
+
+    A resumed run continues the files: rows after the point where it resumes are written again.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], *, every_step: int | None = None) -> None:
         super().__init__(every_step=every_step)
@@ -150,24 +161,24 @@ class CSVLogger(Logger):
         """The columns of each file."""
 
     def begin(self, view: MemberView) -> int | None:
-        place = self._place(view)
-        place.mkdir(exist_ok=True)
-        (place / "config.json").write_text(json.dumps(config(view), indent=1))
-        ended = view.history if view.status != "running" else view.history[:-1]  # the last is about to be written
+        folder = self._member_folder(view)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config(view), indent=1))
+        ended = view.history if view.status != "running" else view.history[:-1]  # the last row is logged next
         steps = {int(row["step"]): int(row["epoch"]) for row in ended}
-        before, epoch = max(steps, default=0), 0
-        for path in (place / "metrics.csv", place / "steps.csv"):
-            rows = [row for row in _read(path) if int(row["step"]) <= before]
+        last_step, epoch = max(steps, default=0), 0
+        for path in (folder / "metrics.csv", folder / "steps.csv"):
+            rows = [row for row in _read(path) if int(row["step"]) <= last_step]
             path.unlink(missing_ok=True)
             if path.name == "metrics.csv":
-                rows = _unbroken(rows, list(steps))
+                rows = _matching_rows(rows, list(steps))
                 epoch = steps[int(rows[-1]["step"])] if rows else 0
             if rows:
                 self._write(path, list(rows[0]), rows)
         return epoch
 
     def log(self, view: MemberView, values: dict[str, float], step: int) -> None:
-        path = self._place(view) / ("metrics.csv" if "epoch" in values else "steps.csv")
+        path = self._member_folder(view) / ("metrics.csv" if "epoch" in values else "steps.csv")
         row = {"step": str(step), **{name: repr(value) for name, value in values.items()}}
         head = self._heads.get(path, [])
         if not set(row) <= set(head):  # a column is new
@@ -183,18 +194,18 @@ class CSVLogger(Logger):
             writer.writeheader()
             writer.writerows(rows)
 
-    def _place(self, view: MemberView) -> Path:
+    def _member_folder(self, view: MemberView) -> Path:
         return self.folder / folder_name(view.name)
 
 
-def _unbroken(rows: list[dict[str, str]], steps: list[int]) -> list[dict[str, str]]:
-    """The first rows of a file, as long as they are those of the epochs that ended after these steps."""
+def _matching_rows(rows: list[dict[str, str]], steps: list[int]) -> list[dict[str, str]]:
+    """Return the first rows of a file, up to the first that does not match the steps at which epochs ended."""
     count = next((i for i, (row, step) in enumerate(zip(rows, steps, strict=False)) if int(row["step"]) != step), None)
     return rows[: min(len(rows), len(steps)) if count is None else count]
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """The rows of a file; a last one that was cut short is left out."""
+    """Return the rows of a file, without a last row that was cut short."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

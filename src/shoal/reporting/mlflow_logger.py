@@ -1,4 +1,4 @@
-"""`shoal.MLflow`: a run of MLflow for each member, under one parent run."""
+"""`shoal.MLflow`, which logs each member as an MLflow run under one parent run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from shoal.reporting.callbacks import MemberView
 from shoal.reporting.loggers import Logger, config
 
 GROUP, MEMBER, KEY = "shoal.group", "shoal.member", "shoal.key"
-"""Tags of runs. They are known again by the last one, a hash of the others: a search has no way to write every name."""
+"""Tags of runs. KEY is a hash of the others and identifies a run, since a search query cannot contain every name."""
 ENDS = {"done": "FINISHED", "stopped": "FINISHED", "cancelled": "KILLED"}
 
 
 class MLflow(Logger):
-    """Logs each member as a run of its own, all of them under one parent run.
+    """Logs each member as its own run, all of them under one parent run.
 
     Args:
-        experiment: Its name; it is made where there is none.
-        group: The name of the parent run; None: a new one, named by the time. A run that is resumed continues its runs
-            there if it is given the same group.
-        tracking_uri: Where to, such as "sqlite:///mlflow.db" or a server's address; None: as MLflow is set up.
-        every_step: Log each so many optimizer steps too; see `shoal.Logger`.
+        experiment: The name of the experiment, which is created if it does not exist.
+        group: The name of the parent run; None means a new one, named by the time. A resumed run continues its runs if
+            it has the same group.
+        tracking_uri: Where to log, such as "sqlite:///mlflow.db" or a server's address; None means MLflow's own
+            setting.
+        every_step: Also log every this many optimizer steps; see `shoal.Logger`.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class MLflow(Logger):
         self._parent = ""
         self._runs: dict[str, str] = {}
         self._steps: dict[str, int] = {}
-        """By a member's name, the last step that an earlier run has logged."""
+        """The last step that an earlier run has logged, by member name."""
 
     def begin(self, view: MemberView) -> int | None:
         from mlflow.entities import Param
@@ -60,11 +61,10 @@ class MLflow(Logger):
         self._runs[view.name] = run
         params = [Param(_name(name), str(value)) for name, value in config(view).items()]
         self._client.log_batch(run, params=params)
-        return self._whole(run, epoch, view)
+        return self._last_complete_epoch(run, epoch, view)
 
-    def _whole(self, run: str, epoch: int | None, view: MemberView) -> int | None:
-        """The last epoch that was logged; the one before it where that one is longer now, since the job has more
-        steps."""
+    def _last_complete_epoch(self, run: str, epoch: int | None, view: MemberView) -> int | None:
+        """Return the last epoch that was logged completely, which is the one before if the job is longer now."""
         if epoch is None:
             return None
         logged = max(metric.step for metric in self._client.get_metric_history(run, "epoch"))
@@ -73,7 +73,7 @@ class MLflow(Logger):
         return epoch - 1 if longer else epoch
 
     def _run(self, tags: dict[str, str], name: str, more: dict[str, str]) -> tuple[str, int | None]:
-        """The run that has these tags, a new one where there is none; and the last epoch that was logged in it."""
+        """Return the run with these tags, creating it if needed, and the last epoch that was logged in it."""
         tags = {**tags, KEY: hashlib.sha256(json.dumps(tags).encode()).hexdigest()[:16]}
         for run in self._client.search_runs([self._experiment], f"tags.`{KEY}` = '{tags[KEY]}'"):
             self._client.update_run(run.info.run_id, status="RUNNING")
@@ -103,5 +103,5 @@ class MLflow(Logger):
 
 
 def _name(name: str) -> str:
-    """What MLflow takes as a name."""
+    """Return the name with characters that MLflow does not accept replaced."""
     return re.sub(r"[^\w./ -]", "_", name)

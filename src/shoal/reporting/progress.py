@@ -1,4 +1,4 @@
-"""Progress of a run: a live table in a terminal or notebook, plain lines elsewhere, nothing when it is off."""
+"""The progress display of a run: a live table in a terminal or notebook, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.utils.tables import duration, size
 LINE_EVERY = 5.0
 """Seconds between plain lines, so that a log stays short."""
 LIVE_EVERY = 0.1
-"""Least seconds between two updates of a live display."""
+"""The minimum seconds between two updates of a live display."""
 MOST_OF_TIME = 0.02
-"""The fraction of the time that drawing may take: after a slow update the next one waits longer."""
+"""The fraction of the time that drawing may take; after a slow update the next one waits longer."""
 MOST_ROWS = 10
-"""Packs shown one by one; the others share a row."""
+"""How many packs have their own row; the others share one."""
 
 
 class Progress:
@@ -36,30 +36,30 @@ class Progress:
         return None
 
     def __call__(self, event: Event) -> None:
-        """Take in an event."""
+        """Record an event."""
 
 
 class View:
-    """What to show of a run; a search shows more."""
+    """Formats the progress of a run; a search shows more."""
 
     def line(self, tally: Tally) -> str:
-        """All of it in one line, for a log."""
+        """Return the progress as one line, for a log."""
         return line(tally)
 
     def picture(self, tally: Tally) -> Any:
-        """All of it for a terminal, as rich draws it."""
+        """Return the progress for a terminal, as an object that rich draws."""
         return picture(tally)
 
 
 class _Counting(Progress):
-    """Counts events, and shows the progress at intervals."""
+    """Counts events and shows the progress at intervals."""
 
     shown = True
     every: float
 
     def __init__(self, members: list[Member], view: View | None = None) -> None:
         self.tally, self.view = Tally(members), view or View()
-        self._grows = view is not None  # a search adds members, so that nobody knows which one is the last
+        self._grows = view is not None  # a search adds members, so that the last one is not known
         self._due = self.tally.clock() + self.every
 
     def __call__(self, event: Event) -> None:
@@ -80,7 +80,7 @@ class _Counting(Progress):
 
 
 class Lines(_Counting):
-    """Plain lines on stderr, some seconds apart."""
+    """Prints plain lines on stderr, some seconds apart."""
 
     every = LINE_EVERY
     _printed = ""
@@ -95,7 +95,7 @@ class Lines(_Counting):
 
 
 class Live(_Counting):
-    """A table in a terminal that is updated in place."""
+    """Shows a table in a terminal and updates it in place."""
 
     every = LIVE_EVERY
 
@@ -121,12 +121,12 @@ class Live(_Counting):
 
 
 class Notebook(_Counting):
-    """The same table in a notebook's cell."""
+    """Shows the same table in a notebook cell."""
 
     every = 0.5
 
     def __init__(self, members: list[Member], view: View | None = None) -> None:
-        import rich  # noqa: F401  # without it there are plain lines
+        import rich  # noqa: F401  # if it is missing, plain lines are printed instead
         from IPython.display import display
 
         super().__init__(members, view)
@@ -157,22 +157,22 @@ class Notebook(_Counting):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table: one pack, or several together."""
+    """A row of the table, for one pack or several together."""
 
     pack: str
     tier: str
     members: int
     speed: float | None
-    """Optimizer steps a second, of all members together, while it has its turn."""
+    """Optimizer steps per second of all members together, during their turns."""
     gain: float | None
-    """Times faster than the members one after another."""
+    """How many times faster the pack is than its members one after another."""
     bytes: float | None
     predicted: float | None
     left: float
-    """Seconds; NaN where not known."""
+    """Remaining seconds, or NaN if unknown."""
 
     def cells(self) -> list[str]:
-        """The row as text."""
+        """Return the row as texts."""
         return [
             self.pack,
             self.tier,
@@ -188,7 +188,7 @@ HEAD = ("pack", "tier", "members", "steps/s", "gain", "memory", "left")
 
 
 def rows(tally: Tally, most: int = MOST_ROWS) -> list[Row]:
-    """The packs, largest first. Members that run alone share a row, and so do packs past `most`."""
+    """Return a row per pack, largest first. Members that run alone share a row, and so do packs beyond `most`."""
     several = [pack for pack in tally.packs.values() if pack.tier != "serial"]
     alone = [pack for pack in tally.packs.values() if pack.tier == "serial"]
     several.sort(key=len, reverse=True)
@@ -201,7 +201,7 @@ def rows(tally: Tally, most: int = MOST_ROWS) -> list[Row]:
 
 
 def together(tally: Tally, packs: list[UnitProgress], name: str) -> Row:
-    """Packs as one row: they take turns, so speed and gain are over the sum of their turns."""
+    """Return one row for several packs. They take turns, so speed and gain refer to the sum of their turns."""
     now = tally.clock()
     turns = [pack for pack in packs if pack.seconds > 0]
     seconds = sum(pack.seconds for pack in turns)
@@ -224,12 +224,12 @@ def _sum(values: list[Any]) -> float | None:
 
 
 def line(tally: Tally) -> str:
-    """The progress in one line."""
+    """Return the progress in one line."""
     return ", ".join([percent(tally.share), *counts(tally), *speeds(tally), *rest(tally)])
 
 
 def percent(share: float) -> str:
-    """Whole percents that are done.
+    """Return a fraction as whole percent, rounded down.
 
     >>> percent(0.996)
     ' 99%'
@@ -238,7 +238,7 @@ def percent(share: float) -> str:
 
 
 def counts(tally: Tally) -> Iterator[str]:
-    """How many members have ended, are running and are waiting, as phrases."""
+    """Yield phrases for how many members have ended, are running and are waiting."""
     if not tally.resume:
         yield f"{len(tally.ended)}/{len(tally.members)} ended"
     if (losses := tally.loss_range()) is not None:
@@ -256,20 +256,20 @@ def counts(tally: Tally) -> Iterator[str]:
 
 
 def speeds(tally: Tally) -> Iterator[str]:
-    """The speed of all packs together, and their memory."""
+    """Yield phrases for the speed and the memory of all packs together."""
     if not tally.packs:
         return
-    whole = together(tally, list(tally.packs.values()), "")
-    if whole.speed is not None:
-        yield f"{number(whole.speed)} steps/s"
-    if whole.gain is not None:
-        yield f"{whole.gain:.1f}x alone"
-    if held := memory(whole.bytes, whole.predicted):
-        yield held
+    total = together(tally, list(tally.packs.values()), "")
+    if total.speed is not None:
+        yield f"{number(total.speed)} steps/s"
+    if total.gain is not None:
+        yield f"{total.gain:.1f}x alone"
+    if memory_text := memory(total.bytes, total.predicted):
+        yield memory_text
 
 
 def rest(tally: Tally) -> Iterator[str]:
-    """The remaining time, where it is known."""
+    """Yield a phrase for the remaining time, if it is known."""
     if tally.left and not tally.resume and not math.isnan(seconds := tally.seconds_left()):
         yield f"{duration(seconds)} left"
 
@@ -278,9 +278,9 @@ BAR = 40
 
 
 def picture(tally: Tally) -> Any:
-    """The progress for a terminal: a bar with the time, a table of packs, and the counts.
+    """Return the progress for a terminal: a bar with the time, a table of packs, and the counts.
 
-    Built as one text: rich's own table and bar take ten times as long to draw.
+    It is one text, since rich's own table and bar take ten times as long to draw.
     """
     from rich.text import Text
 
@@ -299,7 +299,7 @@ def picture(tally: Tally) -> Any:
 
 
 def columns(cells: list[list[str]]) -> list[str]:
-    """Rows of a table, names flush left and numbers flush right."""
+    """Return the lines of a table, with names aligned left and numbers aligned right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -308,14 +308,14 @@ def columns(cells: list[list[str]]) -> list[str]:
 
 
 def memory(measured: float | None, predicted: float | None) -> str:
-    """Bytes measured, and what had been predicted."""
+    """Format the measured bytes and the predicted ones."""
     if measured is None:
         return "" if predicted is None else f"{size(predicted)} predicted"
     return size(measured) + ("" if predicted is None else f" ({size(predicted)} predicted)")
 
 
 def number(value: float) -> str:
-    """A speed as people read it.
+    """Format a speed for people.
 
     >>> number(0.213), number(31.4), number(12345.6)
     ('0.21', '31.4', '12,346')
@@ -324,7 +324,7 @@ def number(value: float) -> str:
 
 
 def progress_for(members: list[Member], wanted: bool | None, view: View | None = None) -> Progress:
-    """The kind of progress for this environment; `wanted=None`: only in terminals and notebooks."""
+    """Return the progress display for this environment; `wanted=None` shows it only in terminals and notebooks."""
     if wanted not in (True, False, None):
         raise ValueError(f"progress is {wanted!r}; use True, False, or None: in terminals and notebooks alone")
     notebook, terminal = _is_notebook(), _is_terminal(sys.stderr) or _is_terminal(sys.stdout)
@@ -341,13 +341,13 @@ def progress_for(members: list[Member], wanted: bool | None, view: View | None =
 
 
 def _is_notebook() -> bool:
-    """Whether this process is a notebook's kernel. One that has only imported ipykernel is not."""
+    """Return whether this process is a notebook's kernel. Having imported ipykernel does not make it one."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal. Programs without a console have no streams, and others replace them."""
+    """Return whether a stream is a terminal. Programs without a console have no streams, and others replace them."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""`shoal.TensorBoard`: logs for TensorBoard, a folder for each member, as if each had run alone."""
+"""`shoal.TensorBoard`, which writes logs for TensorBoard into a folder for each member, as if each had run alone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class TensorBoard(Logger):
             raise ImportError("TensorBoard needs the tensorboard package: pip install 'shoal[tensorboard]'") from None
         self.folder = make_folder(folder, "TensorBoard")
         self._files: dict[str, Path] = {}
-        """By a member's name."""
+        """The current file by member name."""
 
     def __repr__(self) -> str:
         return f"TensorBoard({str(self.folder)!r})"
 
     def __call__(self, view: MemberView) -> None:
         if view.metrics.get("epoch", 0) < self._epochs.get(view.name, 0):
-            del self._epochs[view.name]  # its worker was lost, and it resumed from an earlier checkpoint
+            del self._epochs[view.name]  # the member's worker was lost, and it resumed from an earlier checkpoint
         super().__call__(view)
 
     def begin(self, view: MemberView) -> int | None:
@@ -72,7 +72,8 @@ def _event(**content: Any) -> Any:
 
 
 def _opening(view: MemberView) -> list[Any]:
-    """The head of a file: points of older files after the last epoch's step are void. Then the hyper-parameters."""
+    """Return the first events of a file, which void older points after the last epoch's step, and the
+    hyper-parameters."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
     from torch.utils.tensorboard.summary import hparams
 
@@ -99,7 +100,7 @@ def _scalars(values: dict[str, float], step: int) -> Any:
 
 
 def _ending(status: str) -> Any:
-    """How the member ended, for the HPARAMS page."""
+    """Return the event that tells the HPARAMS page how the member ended."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_END_INFO_TAG

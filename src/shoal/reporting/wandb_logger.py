@@ -1,4 +1,4 @@
-"""`shoal.WandB`: a run of Weights & Biases for each member, in one group."""
+"""`shoal.WandB`, which logs each member as a Weights & Biases run, all in one group."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shoal.reporting.loggers import Logger, config
 
 
 class WandB(Logger):
-    """Logs each member as a run of its own, all of them in one group.
+    """Logs each member as its own run, all of them in one group.
 
     Args:
         project: The project of the runs.
-        group: Their group; None: a new one, named by the time. A run that is resumed continues its runs there if it is
-            given the same group.
-        every_step: Log each so many optimizer steps too; see `shoal.Logger`.
+        group: The group of the runs; None means a new one, named by the time. A resumed run continues its runs if it
+            has the same group.
+        every_step: Also log every this many optimizer steps; see `shoal.Logger`.
         settings: Other arguments of `wandb.init`, such as `mode="offline"`, `dir`, `entity`, `tags`.
     """
 
@@ -40,10 +40,10 @@ class WandB(Logger):
 
     def begin(self, view: MemberView) -> int | None:
         offline = (self.settings.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "disabled", "dryrun")
-        known = hashlib.sha256(f"{self.group}/{view.name}".encode()).hexdigest()[:16]
+        run_id = hashlib.sha256(f"{self.group}/{view.name}".encode()).hexdigest()[:16]
         resume = {} if offline else {"resume": "allow"}
         self._runs[view.name] = self._wandb.init(
-            project=self.project, group=self.group, name=view.name, id=known, config=config(view),
+            project=self.project, group=self.group, name=view.name, id=run_id, config=config(view),
             reinit="create_new", **{**resume, **self.settings},
         )  # fmt: skip
         return None

@@ -1,4 +1,5 @@
-"""One network trained as many parts, on one device or over slow links. `shoal` loads this package when it is used."""
+"""Train one network as several parts, on one device or over slow links. `shoal` imports this package when it is
+used."""
 
 from shoal.split.api import data_parallel, ist, local_sgd
 from shoal.split.core.report import SplitReport

@@ -1,4 +1,4 @@
-"""The whole network between rounds: evaluated, and where parts send gradients, stepped."""
+"""Evaluate the whole network between rounds, and step it if the parts send gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.split.executors.local import set_rates
 
 
 def evaluate(job: Job, model: nn.Module, val: View, device: torch.device) -> dict[str, float]:
-    """val_loss and metrics of a network over all validation rows; both are on this device."""
+    """Return val_loss and metrics of a network over all validation rows, which are on the same device."""
     sheet = Sheet(job)
     with seeded(job.seed, device), evaluating(model), autocast(job, device):
         for batch in val.feed(job.batch_size):
@@ -28,7 +28,7 @@ def evaluate(job: Job, model: nn.Module, val: View, device: torch.device) -> dic
 
 
 class Follower:
-    """The job's optimizer on the whole network: it follows the mean of the gradients that parts send."""
+    """Steps the job's optimizer on the whole network with the mean of the gradients that parts send."""
 
     def __init__(self, job: Job, model: nn.Module, state: State) -> None:
         self.job, self.model, self.state = job, model, state
@@ -40,7 +40,7 @@ class Follower:
         self.trained = {name for name, _ in model.named_parameters()}
 
     def step(self, gradients: Tensors, step: int, steps_per_epoch: int) -> None:
-        """One step of the job's optimizer, clipped as the job says."""
+        """Take one step of the job's optimizer, clipped as the job says."""
         set_rates(self.job, self.optimizer, self.base, step, steps_per_epoch)
         for name, parameter in self.model.named_parameters():
             gradient: Tensor | None = gradients.get(name)

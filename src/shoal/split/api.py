@@ -1,4 +1,4 @@
-"""`shoal.split.ist` and its like: a job in, a result with the whole network out."""
+"""`shoal.split.ist` and the other split functions, which take a job and return a result with the whole network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Result])
 
 @dataclass(kw_only=True, slots=True)
 class RunSettings:
-    """Where and how a split is run on this machine, whatever its method."""
+    """Where and how a split runs on this machine, whatever its method."""
 
     device: str | torch.device = "auto"
     tier: Literal["auto", "serial", "packed"] = "auto"
@@ -42,19 +42,23 @@ class RunSettings:
 
 
 def takes_settings_of(kind: Any) -> Callable[[Function], Function]:
-    """Show the method's settings and the run's in the signature of a function that passes them on."""
+    """Show the settings of the method and of the run in the signature of a function that passes them on."""
 
     def decorate(function: Function) -> Function:
         job = inspect.Parameter("job", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Job)
-        both = [p for owner in (kind.options, RunSettings) for p in inspect.signature(owner).parameters.values()]
-        function.__signature__ = inspect.Signature([job, *both], return_annotation=Result)  # type: ignore[attr-defined]
+        parameters = [p for owner in (kind.options, RunSettings) for p in inspect.signature(owner).parameters.values()]
+        function.__signature__ = inspect.Signature([job, *parameters], return_annotation=Result)  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
 def train_by(kind: Any, job: Job, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Result, Any]:
-    """Train a job on this machine by a kind of method; the result and the method. `options`: of both."""
+    """Train a job on this machine by a method of this class, and return the result and the method.
+
+    Args:
+        options: Settings of the method and of the run.
+    """
     names = {f.name for f in fields(RunSettings)}
     run = RunSettings(**{name: value for name, value in options.items() if name in names})
     method = kind(job, *args, **{name: value for name, value in options.items() if name not in names})
@@ -70,33 +74,38 @@ def train_by(kind: Any, job: Job, args: tuple[Any, ...], options: Mapping[str, A
 
 @takes_settings_of(IST)
 def ist(job: Job, *args: Any, **options: Any) -> Result:
-    """Independent subnet training: each round the hidden units are dealt to the workers, which train narrow
+    """Train by independent subnet training: each round distributes the hidden units to workers, which train narrow
     networks.
 
     Args:
-        job: What to train. `epochs`: every row is read so often in all; `steps`: local steps of each worker.
+        job: The job to train. With `epochs`, every row is read that often in total; `steps` are local steps of each
+            worker.
 
     Keyword Args:
-        workers: How many narrow networks.
-        local_steps: Steps of each of them before they are merged and dealt anew.
-        shares: A worker's share of the units, one number each; "speed": by its measured speed; None: equal shares.
+        workers: The number of narrow networks.
+        local_steps: Steps of each of them before they are merged and the units are distributed again.
+        shares: A worker's share of the units, one number each; "speed" uses its measured speed; None means equal
+            shares.
         overlap: The fraction of the units that every worker has, besides its own.
         scale: Multiply what a layer reads of cut units by size / kept, so that sums keep their size.
         renormalise: Estimate the running statistics of batch norms again before the whole network is evaluated.
         backward_only: Every worker runs the whole network, and trains only its own slices of it.
-        recovery: How many of the last rounds train the whole network, as local SGD; None: one, where there are five
-            rounds or more and weights lie between two dealt layers.
-        blocks: Deal whole residual blocks; "auto": where the network has nothing else to deal.
-        streams: Deal the width of residual streams too; "auto": they stay whole where most weights are cut without.
-        layers: "all": every hidden layer is dealt; "alternate": every other one, so that no weight lies between two
-            dealt layers; "auto": "alternate" where there are convolutions, unless overlap or backward_only is given.
-        moments: Whether optimizer state travels with its weights, or starts anew in every round.
+        recovery: How many of the last rounds train the whole network, as local SGD; None means one, if there are five
+            rounds or more and weights lie between two distributed layers.
+        blocks: Distribute whole residual blocks; "auto" does so if the network has nothing else to distribute.
+        streams: Distribute the width of residual streams too; "auto" keeps them whole if most weights are cut without
+            them.
+        layers: "all" distributes every hidden layer; "alternate" every other one, so that no weight lies between two
+            distributed layers; "auto" means "alternate" if there are convolutions, unless overlap or backward_only is
+            given.
+        moments: Whether optimizer state is sent with its weights ("travel"), or starts again in every round ("fresh").
         device: Where to train: "auto", "cpu", "cuda", "cuda:1".
-        tier: "serial": part after part, the reference; "packed": as one pack; "auto": packed on a GPU.
+        tier: "serial" trains part after part and is the reference; "packed" trains them as one pack; "auto" means
+            packed on a GPU.
         out: A run folder; run the same command again to resume.
         progress: Print a line for each row of the history.
-        val_every: Rounds between two rows of the history; None: about `job.val_every` epochs.
-        checkpoint_every: Seconds between checkpoints, where there is `out`.
+        val_every: Rounds between two rows of the history; None means about `job.val_every` epochs.
+        checkpoint_every: Seconds between checkpoints, if `out` is given.
     """
     result, method = train_by(IST, job, args, options)
     add_notes(result, method)
@@ -104,7 +113,7 @@ def ist(job: Job, *args: Any, **options: Any) -> Result:
 
 
 def add_notes(result: Result, method: Method) -> None:
-    """Say in the report which layers were dealt where that was a choice, and what to do about losses that were not
+    """Add notes to the report: which layers were distributed if that was a choice, and advice if losses were not
     finite."""
     report = result.split
     if report is None or not isinstance(method, IST):
@@ -126,7 +135,7 @@ def add_notes(result: Result, method: Method) -> None:
 
 @takes_settings_of(LocalSGD)
 def local_sgd(job: Job, *args: Any, **options: Any) -> Result:
-    """Every worker trains the whole network for `local_steps` on rows of its own; then the weights are averaged.
+    """Train the whole network on every worker for `local_steps` steps on its own rows, then average the weights.
 
     Takes `workers` (4), `local_steps` (20), `moments`, and device, tier, out, progress, val_every, checkpoint_every as
     in `shoal.split.ist`.
@@ -136,7 +145,7 @@ def local_sgd(job: Job, *args: Any, **options: Any) -> Result:
 
 @takes_settings_of(DataParallel)
 def data_parallel(job: Job, *args: Any, **options: Any) -> Result:
-    """Every worker finds the gradient of a batch of its own; the job's optimizer follows their mean, step by step.
+    """Compute the gradient of a batch on every worker, and take the job's optimizer step with their mean.
 
     Takes `workers` (4), and device, tier, out, progress, val_every, checkpoint_every as in `shoal.split.ist`.
     """

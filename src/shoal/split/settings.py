@@ -1,4 +1,4 @@
-"""What a run by several processes is asked to do: settings of the coordinator, which workers read from it."""
+"""The settings of a run by several processes, which workers read from the coordinator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VARIANTS = ("heads", "A", "B")
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
-    """Which method, with how many workers, and the method's own settings."""
+    """The method, the number of workers, and the method's own settings."""
 
     method: str = "ist"
     workers: int = 4
     codec: str = "exact"
     seed: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the method, as on the command line: `shares` and `cuts` as text, `variant` as "heads", "A" or "B"."""
+    """Settings of the method as on the command line: `shares` and `cuts` as text, `variant` as "heads", "A" or "B"."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -43,24 +43,24 @@ class Settings:
             raise SplitError(f"variant is {self.options['variant']!r}; use one of {', '.join(VARIANTS)}")
 
     def given(self) -> dict[str, Any]:
-        """All settings as one table, for workers to read."""
+        """Return all settings as one dict, for workers to read."""
         plain = {name: getattr(self, name) for name in ("method", "workers", "codec", "seed")}
         return {name: value for name, value in {**plain, **self.options}.items() if value is not None}
 
     @staticmethod
     def read(offer: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
-        """A coordinator's settings; those given to this process itself replace them."""
+        """Return a coordinator's settings, replaced by those that were given to this process."""
         names = {"method", "workers", "codec", "seed"}
-        both = {**offer, **given}
-        options = {name: value for name, value in both.items() if name not in names}
-        return Settings(**{name: value for name, value in both.items() if name in names}, options=options)
+        merged = {**offer, **given}
+        options = {name: value for name, value in merged.items() if name not in names}
+        return Settings(**{name: value for name, value in merged.items() if name in names}, options=options)
 
     def job(self, job: Job) -> Job:
-        """The job with this seed."""
+        """Return the job with the seed of these settings."""
         return job if self.seed is None else dataclasses.replace(job, seed=self.seed)
 
     def build(self, job: Job) -> Method:
-        """The method, for this job."""
+        """Return the method for this job."""
         options = dict(self.options)
         if self.method != "sil":
             options["workers"] = self.workers
@@ -78,11 +78,11 @@ class Settings:
 
 def _option_names(method: str) -> set[str]:
     names = {f.name for f in dataclasses.fields(METHODS[method].options)}
-    return names - {"scale"} if method == "sil" else names  # there it is a number, on the command line yes or no
+    return names - {"scale"} if method == "sil" else names  # for sil it is a number, on the command line a flag
 
 
 def parse_shares(text: str) -> Any:
-    """From "speed", "equal", or a number for each worker as "1,1,2"."""
+    """Parse "speed", "equal", or a number for each worker such as "1,1,2"."""
     if text in ("speed", "equal"):
         return "speed" if text == "speed" else None
     try:

@@ -1,4 +1,5 @@
-"""`shoal.split.sil`: a network cut into parts that are trained apart, by synthetic labels or by local heads."""
+"""`shoal.split.sil`, which cuts a network into parts that are trained separately, by synthetic labels or by local
+heads."""
 
 from __future__ import annotations
 
@@ -24,26 +25,28 @@ from shoal.split.methods.sil_method import SILMethod
 from shoal.utils.tables import size
 
 WEAK, NOTHING, LOSES = 0.9, 0.005, 0.02
-"""A part's own accuracy that is poor; what a later part must add; what joining may lose."""
+"""Accuracies: below the first a part alone is weak, the second is the least a later part adds, joining may lose the
+third."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SilReport(SplitReport):
-    """What came of each part of a cut network, beside what the split cost."""
+    """The results of each part of a cut network, besides the costs of the split."""
 
     cut_at: list[str] = field(default_factory=list)
-    """Modules, as in `cuts`."""
+    """The modules where the network was cut, as in `cuts`."""
     chosen: str = ""
-    """Why the network was cut there, where the planner chose."""
+    """Why the network was cut there, if the planner chose."""
     joined: dict[str, float] = field(default_factory=dict)
-    """The joined network's loss, and accuracy where there are classes, on the validation rows (or else the job's)."""
+    """The joined network's loss, and its accuracy if there are classes, on the validation rows or else on the job's."""
     own: list[dict[str, float]] = field(default_factory=list)
-    """The same of each part but the last by itself: by the nearest label, or by its head. With labels also `spread`:
-    how far what it gives is from its class's label, in distances between labels; 0: collapsed to a point a class."""
+    """The same for each part but the last alone, by the nearest label or by its head. With labels also `spread`: the
+    distance of its outputs from their class's label, in distances between labels; 0 means that each class is one
+    point."""
     costs: dict[str, dict[str, int]] = field(default_factory=dict)
     """ "whole", "0", "1", ... -> peak_bytes, operations and weight_bytes of one training step."""
     cut_bytes_predicted: int = 0
-    """Numbers that cross the cuts: labels once (A), or activations in every epoch (B, heads)."""
+    """The bytes that cross the cuts: labels once (A), or activations in every epoch (B, heads)."""
     cut_bytes_measured: int = 0
     advice: str = ""
 
@@ -56,7 +59,7 @@ class SilReport(SplitReport):
             memory, work = (cost[key] / max(1, whole[key]) for key in ("peak_bytes", "operations"))
             share = "" if name == WHOLE else f", {memory:.0%} of the whole's memory, {work:.0%} of its operations"
             lines.append(f"{'whole' if name == WHOLE else 'part ' + name:9}{size(cost['peak_bytes'])} at most{share}")
-        parts = [f"part {place} alone {_value(values)}" for place, values in enumerate(self.own)]
+        parts = [f"part {index} alone {_value(values)}" for index, values in enumerate(self.own)]
         lines.append(f"reached  joined {_value(self.joined)}" + "".join(f", {line}" for line in parts))
         lines.append(f"crossed  {size(self.cut_bytes_measured)} (predicted {size(self.cut_bytes_predicted)})")
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
@@ -64,27 +67,27 @@ class SilReport(SplitReport):
 
 @takes_settings_of(SILMethod)
 def sil(job: Job, *args: Any, **options: Any) -> Result:
-    """Cut a network, train its parts apart, join them again.
+    """Cut a network, train its parts separately, and join them again.
 
     Args:
-        job: What to train. Its optimizer, batches and length are every part's.
+        job: The job to train. Every part has its optimizer, batches and length.
 
     Keyword Args:
-        cuts: Modules before which to cut ("fc3"), or after which ("after:fc2"); a number of parts, or None for two:
-            where parts are most alike in memory and operations.
-        method: "heads": parts before a cut learn by a small head of their own, which works for any loss. "labels": they
-            learn to give random vectors, one for each class.
-        variant: Of labels. "A" (None): parts after a cut learn from the vectors, and need no inputs. "B": from
-            activations.
+        cuts: Modules before which to cut ("fc3"), or after which ("after:fc2"); or a number of parts, or None for two,
+            cut where parts are most similar in memory and operations.
+        method: With "heads", parts before a cut learn by a small head of their own, which works for any loss. With
+            "labels", they learn to output random vectors, one for each class.
+        variant: For labels. With "A" (None), parts after a cut learn from the vectors and need no inputs; with "B",
+            from activations.
         distribution: Of the vectors' elements: "normal", "uniform" or "sign".
-        scale: Their standard deviation.
-        vectors: For each class; a row goes for the nearest.
-        noise: Added to the vectors that parts read (A), in units of `scale`.
-        layout: "full": a number for each element that crosses. "channel": one for each channel.
-        head_width: Of a head's hidden layer; None: it has none.
+        scale: The standard deviation of the vectors' elements.
+        vectors: The number of vectors for each class; a row learns the nearest one.
+        noise: Noise added to the vectors that parts read (A), in units of `scale`.
+        layout: "full" has a number for each element that crosses, "channel" one for each channel.
+        head_width: The width of a head's hidden layer; None means that it has none.
         recovery: Epochs of ordinary training of the joined network at the end.
-        local_steps: Steps in a round; None: an epoch.
-        per_part: Part -> optimizer, hparams, clip_norm or schedule of its own.
+        local_steps: Steps in a round; None means an epoch.
+        per_part: Part -> its own optimizer, hparams, clip_norm or schedule.
         moments: Whether optimizer state is kept between rounds ("travel") or not ("fresh").
 
     `device`, `tier`, `out`, `progress`, `val_every` and `checkpoint_every` are those of `shoal.split.ist`.
@@ -98,7 +101,7 @@ def sil(job: Job, *args: Any, **options: Any) -> Result:
 
 
 def report(result: Result, way: SILMethod) -> SilReport:
-    """The trainer's report with all that a cut network adds to it."""
+    """Return the trainer's report with everything that a cut network adds to it."""
     plain = result.split
     assert isinstance(plain, SplitReport)
     joined, alone = judge(way, result.model)
@@ -126,21 +129,21 @@ def _chosen(shares: list[float] | None) -> str:
 
 
 def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """What a trained network is worth, and each of its parts but the last by itself."""
+    """Evaluate a trained network, and each of its parts but the last alone."""
     state = named_state(model)
-    parts = [way.network(Part(number=place, role=str(place))) for place in range(way.count)]
+    parts = [way.network(Part(number=index, role=str(index))) for index in range(way.count)]
     with torch.no_grad():
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             body = named_state(part)
-            for name, piece in way.slices(Part(number=place, role=str(place))).items():
+            for name, piece in way.slices(Part(number=index, role=str(index))).items():
                 if piece.name in state:
                     body[name].copy_(state[piece.name])
     sums: list[Counter[str]] = [Counter() for _ in parts]
     for batch in (way.member.val or way.data).feed(max(way.source.batch_size, 256)):
         value: Any = batch[:-1]
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             with evaluating(part):
-                value = _through(way, place, part, value, batch, sums[place])
+                value = _through(way, index, part, value, batch, sums[index])
     *alone, joined = [
         {name: value / total["rows"] for name, value in total.items() if name != "rows"} for total in sums
     ]
@@ -148,17 +151,18 @@ def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict
 
 
 def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: Counter[str]) -> tuple[Tensor]:
-    """One part on one batch: its loss and accuracy are added up; its output is the next part's input."""
+    """Run one part on one batch, add its loss and accuracy to `total`, and return its output as the next part's
+    input."""
     rows, target = batch_rows(batch), batch[-1]
     last, loss = place == way.count - 1, way.source.loss
     output: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
     total["rows"] += rows
     if last or isinstance(part, WithHead):
-        said = part.head(output) if isinstance(part, WithHead) else output
+        outputs = part.head(output) if isinstance(part, WithHead) else output
         assert loss is not None
-        total["loss"] += float(loss(said, target)) * rows  # type: ignore[assignment]
-        if _classes(said, target):
-            total["accuracy"] += float((said.argmax(1) == target).sum())  # type: ignore[assignment]
+        total["loss"] += float(loss(outputs, target)) * rows  # type: ignore[assignment]
+        if _has_classes(outputs, target):
+            total["accuracy"] += float((outputs.argmax(1) == target).sum())  # type: ignore[assignment]
     else:
         table = way.tables[place]
         assert way.labels is not None
@@ -168,27 +172,29 @@ def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any
     return (output,)
 
 
-def _classes(output: Tensor, target: Any) -> bool:
+def _has_classes(output: Tensor, target: Any) -> bool:
+    """Return whether the targets are classes and the outputs their scores."""
     whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
     return whole and output.dim() == 2 and output.shape[1] > 1
 
 
 def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
-    """How far each row is from the nearest label of its class, in mean distances between labels of classes."""
+    """Return the distance of each row from the nearest label of its class, in mean distances between labels of
+    classes."""
     flat, vectors = given.flatten(1).float(), table.flatten(2).float()
-    apart = torch.cdist(vectors[:, 0], vectors[:, 0])
-    usual = apart.sum() / max(1, len(apart) * (len(apart) - 1))
-    away: Tensor = torch.linalg.vector_norm(flat.unsqueeze(1) - vectors[target], dim=2).min(1).values
-    return away / usual
+    distances = torch.cdist(vectors[:, 0], vectors[:, 0])
+    mean_distance = distances.sum() / max(1, len(distances) * (len(distances) - 1))
+    distance: Tensor = torch.linalg.vector_norm(flat.unsqueeze(1) - vectors[target], dim=2).min(1).values
+    return distance / mean_distance
 
 
 def costs(way: SILMethod) -> dict[str, Cost]:
-    """Of a step of the whole network and of each part, on a batch of the job's size."""
-    return part_costs(way, [Part(number=place, role=str(place)) for place in range(way.count)])
+    """Return the costs of a step of the whole network and of each part, on a batch of the job's size."""
+    return part_costs(way, [Part(number=index, role=str(index)) for index in range(way.count)])
 
 
 def advice(way: SILMethod, joined: dict[str, float], alone: list[dict[str, float]]) -> str:
-    """What to do about a part that is weak, or about one that adds nothing; empty where all is well."""
+    """Return advice about a weak part or one that adds nothing, or "" if there is no problem."""
     if way.way != "labels" or "accuracy" not in joined:
         return ""
     reached, first = joined["accuracy"], alone[0]["accuracy"]

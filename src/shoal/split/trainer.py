@@ -1,4 +1,4 @@
-"""The one loop of every split: parts of the round -> tasks -> outcomes -> the whole network."""
+"""The training loop of every split: parts of the round -> tasks -> outcomes -> the whole network."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def train_split(
     val_every: int | None = None,
     checkpoint_every: float | str = "60s",
 ) -> Result:
-    """Train a job in parts, round by round, and give back the whole network.
+    """Train a job in parts, round by round, and return a result with the whole network.
 
     Args:
-        job: What to train.
+        job: The job to train.
         method: What the parts are.
-        executor: What trains them. Where it has `moved`, that is the bytes it has sent and received so far.
+        executor: What trains them. If it has `moved`, that is the number of bytes it has sent and received so far.
         device: Where the whole network is evaluated.
-        out: A run folder. Run the same split again to resume, whatever ended it before.
+        out: A run folder. Run the same split again to resume, however it ended before.
         tell: Called with each line of progress.
-        val_every: Rounds between two rows of the history; None: about `job.val_every` epochs.
-        checkpoint_every: Seconds between checkpoints, where there is `out`.
+        val_every: Rounds between two rows of the history; None means about `job.val_every` epochs.
+        checkpoint_every: Seconds between checkpoints, if `out` is given.
     """
     member = method.member
     shard_problems(member, method.shards)
@@ -82,7 +82,7 @@ def train_split(
 
 
 class _Run:
-    """One split in progress; `state()` is all it needs to resume."""
+    """A running split; `state()` returns everything that it needs to resume."""
 
     def __init__(
         self, method: Method, executor: TaskExecutor, device: torch.device, tell: Tell, val_every: int | None
@@ -91,7 +91,9 @@ class _Run:
         self.member = method.member
         job = self.job = self.member.job
         self.index, self.name = 0, self.member.name
-        self.tensors = State.of(method.model, method.companions(), _fill(job), _home(executor, method.model))
+        self.tensors = State.of(
+            method.model, method.companions(), _initial_moments(job), _state_device(executor, method.model)
+        )
         self.whole = copy.deepcopy(method.model).to(device)
         """The network that is evaluated, and that the result will have."""
         self.val: View | None = self.member.val
@@ -102,7 +104,7 @@ class _Run:
         self.status, self.error = "running", ""
         self.history: list[dict[str, float]] = []
         self.losses: list[float] = []
-        """Since the last row of the history."""
+        """The losses since the last row of the history."""
         self.logs: dict[str, list[float]] = {}
         self.best: dict[str, Any] | None = None
         self.report = SplitReport(method=method.name, workers=0, tier=_tier(executor), rounds=method.rounds)
@@ -120,7 +122,7 @@ class _Run:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def go(self, folder: RunFolder | None) -> None:
-        """Round after round; what is interrupted is saved first."""
+        """Train round after round; save first if interrupted."""
         if self.method.merge == "gradients":
             self.follower = Follower(self.job, copy.deepcopy(self.method.model), self.tensors)
         saved = time.monotonic()
@@ -169,32 +171,32 @@ class _Run:
         self._account(tasks, outcomes, time.perf_counter() - started)
         self.round += 1
         if self.status != "running" or self.round % self.val_every == 0 or self.round == self.method.rounds:
-            self._row()
+            self._add_row()
 
     def _finite_only(self, parts: Sequence[Part], outcomes: list[Outcome | None]) -> list[Outcome | None]:
-        """The outcomes without those that were lost or are not finite, which are reported."""
+        """Return the outcomes with None for lost or non-finite ones, which are reported."""
         good: list[Outcome | None] = []
-        wrong = []
+        diverged_parts = []
         for part, outcome in zip(parts, outcomes, strict=True):
             if outcome is None:
                 self.tell(f"round {self.round + 1}: part {part.number} was lost; its weights stay as they were")
             elif diverged(outcome):
-                wrong.append(part.number)
+                diverged_parts.append(part.number)
                 self.tell(
                     f"round {self.round + 1}: part {part.number} was not finite at its step {len(outcome.losses)} or "
                     "before; it is left out, and its weights stay as they were"
                 )
-            fine = outcome is not None and not diverged(outcome)
-            good.append(outcome if fine else None)
-            self.report.lost += not fine
-            if outcome is not None and fine:
-                self._note_losses(outcome)
-        if wrong and not any(outcome is not None and outcome.losses for outcome in good):
+            usable = outcome is not None and not diverged(outcome)
+            good.append(outcome if usable else None)
+            self.report.lost += not usable
+            if outcome is not None and usable:
+                self._collect_losses(outcome)
+        if diverged_parts and not any(outcome is not None and outcome.losses for outcome in good):
             self.status = "diverged"
             self.error = f"no part of round {self.round + 1} had a finite loss; use a smaller learning rate"
         return good
 
-    def _note_losses(self, outcome: Outcome) -> None:
+    def _collect_losses(self, outcome: Outcome) -> None:
         self.losses += outcome.losses
         for name, values in outcome.extras.items():
             if name.startswith("log/"):
@@ -226,8 +228,8 @@ class _Run:
                 key = "recovery" if 0 < first <= task.round else task.part.role or str(outcome.number)
                 report.peak_measured[key] = max(report.peak_measured.get(key, 0), outcome.peak_bytes)
 
-    def _row(self) -> None:
-        """A row of the history: the losses since the last one, and what the whole network is worth now."""
+    def _add_row(self) -> None:
+        """Add a row to the history: the losses since the last one, and the evaluation of the whole network."""
         row: dict[str, float] = {
             "epoch": self.step / self._steps_per_epoch(),
             "round": self.round,
@@ -256,7 +258,7 @@ class _Run:
     # --- in and out -----------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """What came of it."""
+        """Return the result of the split."""
         if self.best is not None:
             self.tensors.tensors = self.best
         self.report.history = [dict(row) for row in self.history]
@@ -279,7 +281,7 @@ class _Run:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to resume from here."""
+        """Return everything that is needed to resume from here."""
         return {
             **self.tensors.state(),
             **{name: getattr(self, name) for name in _PLAIN},
@@ -307,24 +309,25 @@ class _Run:
 _PLAIN = ("round", "step", "status", "error", "losses")
 
 
-def _fill(job: Job) -> dict[str, float]:
-    """What an optimizer's state begins as, where that is not zero."""
-    initial = {"step_size": float(job.hparams.get("lr", 0.01))}  # of Rprop
+def _initial_moments(job: Job) -> dict[str, float]:
+    """Return the initial values of optimizer state that does not begin with zero."""
+    initial = {"step_size": float(job.hparams.get("lr", 0.01))}  # Rprop's state
     if "initial_accumulator_value" in job.hparams:
         initial["sum"] = float(job.hparams["initial_accumulator_value"])
     return initial
 
 
-def _home(executor: TaskExecutor, model: nn.Module) -> torch.device:
-    """Where the state is: with workers that are here, on their device, if it has room for weights and moments twice."""
-    home: torch.device = getattr(executor, "home", torch.device("cpu"))
-    if home.type != "cuda":
-        return home
+def _state_device(executor: TaskExecutor, model: nn.Module) -> torch.device:
+    """Return where the state is: on the device of local workers if weights and moments fit there twice, else on the
+    CPU."""
+    device: torch.device = getattr(executor, "home", torch.device("cpu"))
+    if device.type != "cuda":
+        return device
     weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
-    if 8 * weights >= free_bytes(home):
-        home = torch.device("cpu")
-        executor.home = home  # type: ignore[attr-defined]
-    return home
+    if 8 * weights >= free_bytes(device):
+        device = torch.device("cpu")
+        executor.home = device  # type: ignore[attr-defined]
+    return device
 
 
 def _tier(executor: TaskExecutor) -> str:

@@ -28,7 +28,7 @@ class Copy:
     job: str
     """The key of its job in the job table."""
     view: tuple[Path, list[bytes]] | None = None
-    """A history file to write as well. It is not synced to the disk, and may fail."""
+    """A history file to write as well. It is not synced to the disk, and writing it may fail."""
 
 
 class Checkpoints:
@@ -39,17 +39,18 @@ class Checkpoints:
         self.errors: list[Exception] = []
         """Errors since the caller last took them."""
         self._useless: set[Path] = set()
-        """Damaged files and those of other jobs: removed once a newer checkpoint is written."""
+        """Damaged files and files of other jobs, which are removed once a newer checkpoint is written."""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def of(self, index: int) -> list[Path]:
-        """A member's checkpoint files, the newest last. Listed anew each time: another process may have saved some."""
+        """Return a member's checkpoint files, newest last. The folder is listed each time, since another process may
+        save too."""
         paths = (self.folder / f"{index:04d}").glob("*.ckpt")
         return sorted((path for path in paths if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
     def put(self, copies: list[Copy]) -> None:
-        """Write these in a thread, once the previous ones are written."""
+        """Write these copies in a thread, once the previous ones are written."""
         self.wait()
         if not copies:
             return
@@ -71,7 +72,7 @@ class Checkpoints:
     def _write(self, copies: list[Copy]) -> None:
         try:
             self.errors += [error for error in self._write_all(copies) if error is not None]
-        except Exception as error:  # it is reported later
+        except Exception as error:  # the caller reports it later
             self.errors.append(error)
 
     def _write_all(self, copies: list[Copy]) -> list[OSError | None]:
@@ -94,18 +95,19 @@ class Checkpoints:
         return failed
 
     def newest(self, index: int, job: str) -> tuple[Any, Path | None, list[str]]:
-        """A member's newest undamaged state and its file, or None for both; and what is wrong with the other files."""
+        """Return a member's newest undamaged state and its file, or None for both, and what is wrong with the other
+        files."""
         best: tuple[Any, Path | None] = (None, None)
-        wrong: dict[Path, str] = {}
+        problems: dict[Path, str] = {}
         for path in self.of(index):
             try:
                 state, notes = _store.read(path)
             except DamagedError as error:
-                wrong[path] = str(error)
+                problems[path] = str(error)
                 continue
             if notes.get("job") == job:
                 best = (state, path)
             else:
-                wrong[path] = f"{str(path)!r} is of another job"
-        self._useless |= wrong.keys()
-        return *best, list(wrong.values())
+                problems[path] = f"{str(path)!r} is of another job"
+        self._useless |= problems.keys()
+        return *best, list(problems.values())

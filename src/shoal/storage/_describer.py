@@ -1,9 +1,10 @@
-"""What a job's functions and network are, as short texts by place: the same in another process and on another machine.
+"""Describe a job's functions and network as short texts, which are the same in other processes and on other machines.
 
-All that the user's own functions are made of counts: code, closure values, defaults, arguments of a partial, globals
-that they read and functions that they call. Code of libraries counts by its name. Attributes and methods of the user's
-objects count where that code mentions their names, so that an option that it does not read (`args.verbose`) makes no
-other job. What has no stable value (files, loggers, locks, iterators) counts by the name of its type.
+Everything that the user's functions consist of is described: code, closure values, defaults, arguments of a partial,
+globals that they read and functions that they call. Library code is described by its name. Attributes and methods of
+the user's objects are included if that code mentions their names, so that an option that it does not read
+(`args.verbose`) does not make it a different job. Objects without a stable value (files, loggers, locks, iterators) are
+described by their type.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from shoal.engine.python_state.user_code import library_of
 from shoal.jobs.job import Job
 
 Texts = dict[str, str]
-"""By place, in the words of the user's code: "w in the closure of loss"."""
+"""Texts by location, in the words of the user's code: "w in the closure of loss"."""
 
 BYTECODE = importlib.util.MAGIC_NUMBER.hex()
-"""Of the bytecode that this Python makes: hashes of bytecode with another one say nothing."""
+"""The bytecode version of this Python; hashes of bytecode of different versions cannot be compared."""
 CODE = "code "
-"""How the text of a function begins: a hash of its bytecode follows."""
+"""The beginning of a function's text; a hash of its bytecode follows."""
 _FLAGS = 0x04 | 0x08 | 0x20 | 0x80 | 0x100 | 0x200
-"""Of a code object: takes *args, takes **kwargs, is a generator, a coroutine or both."""
+"""Flags of a code object that count: takes *args, takes **kwargs, is a generator, a coroutine or both."""
 _LONGEST = 60
-"""Characters of a value that are written as they are."""
+"""The number of characters of a value that are written unchanged."""
 _SAMPLED = 1 << 24
-"""Bytes of a tensor or an array that are hashed; of a larger one, so many of rows spread evenly over it."""
+"""How many bytes of a tensor or an array are hashed; a larger one is sampled evenly."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size,
           torch.layout, torch.memory_format, range, slice, type(...), type(NotImplemented))  # fmt: skip
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -54,34 +55,39 @@ _NOT_SEEN = frozenset({
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 })  # fmt: skip
-"""Attributes of a module that training does not see."""
+"""Attributes of a module that do not affect training."""
 _LOOKS_UP = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter", "eval", "exec"})
-"""Names of what reads attributes by names that are not in the code: all attributes count then."""
+"""Functions that read attributes by names which are not in the code; if one is used, all attributes count."""
 _NOT_RUN = frozenset({"__init__", "__new__", "__repr__", "__str__", "__reduce__", "__post_init__", "extra_repr"})
-"""Methods that have done their work, or that nothing but people reads."""
+"""Methods that do not run in training, or only for people to read."""
 _SPACES = (argparse.Namespace, types.SimpleNamespace, types.FunctionType)
-"""Library classes whose objects have attributes of the user's."""
+"""Library classes whose objects have the user's attributes."""
 
 
 class Describer(Walk):
-    """Describes one job: `parts` holds its texts, and `libraries` the names of those that it uses."""
+    """Describes one job: `parts` has its texts, and `libraries` the names of the libraries that it uses."""
 
     most = 20_000
 
     def __init__(self, roots: Mapping[str, Any], model: nn.Module) -> None:
-        """`roots`: the job's functions and objects. `model`: its network, whose weights are left out."""
+        """Describe the job.
+
+        Args:
+            roots: The job's functions and objects.
+            model: Its network, whose weights are left out.
+        """
         self.libraries: set[str] = set()
         self.parts: dict[str, Texts] = {}
-        """By part: a root, a module of the network, a class, or the globals of a Python module."""
+        """Texts by part: a root, a module of the network, a class, or the globals of a Python module."""
         self._read_names: set[str] = set()
         self._waiting: dict[str, list[tuple[Path, Any, bool]]] = {}
-        """What counts once its name is mentioned."""
+        """Attributes that are included once their name is mentioned."""
         super().__init__({**roots, "model": model}, skip=model)
         networks = {path for path, value in self.reached if path[0] == "model" and isinstance(value, nn.Module)}
         given = (((name,), value) for name, value in roots.items())
-        for path, value in (*given, *self.reached, *self._held()):
+        for path, value in (*given, *self.reached, *self._values()):
             text = self._text(value)
-            if path[-1] not in (".__class__", ".__bases__"):  # whose name an object's text has
+            if path[-1] not in (".__class__", ".__bases__"):  # an object's text has their names
                 self.parts.setdefault(_part(path, networks), {})[say(path)] = text
 
     # --- what counts ------------------------------------------------------------------------------------------------
@@ -110,14 +116,14 @@ class Describer(Walk):
             self._waiting.setdefault(name, []).append(((*path, f".{name}"), value, self._private))
 
     def _counts(self, owner: Any, name: str, value: Any) -> bool:
-        """Whether an attribute counts, as far as is known."""
+        """Return whether an attribute is included, given the names mentioned so far."""
         if isinstance(owner, nn.Module):
             return name not in _NOT_SEEN and not (name in HOOKS and not value)
         if isinstance(owner, type):
             code = getattr(value, "fget", None) or getattr(value, "__func__", value)
-            called = name.startswith("__") or _overrides(owner, name)  # by Python and libraries themselves
+            called_implicitly = name.startswith("__") or _overrides(owner, name)  # by Python and libraries themselves
             return name not in _NOT_RUN and (
-                (called and isinstance(code, types.FunctionType)) or name in self._read_names
+                (called_implicitly and isinstance(code, types.FunctionType)) or name in self._read_names
             )
         if library_of(type(owner)) is not None and not isinstance(owner, _SPACES):
             return callable(owner) or all(map(_is_setting, places.Attributes((), owner).get().values()))
@@ -125,8 +131,8 @@ class Describer(Walk):
 
     # --- the texts --------------------------------------------------------------------------------------------------
 
-    def _held(self) -> Iterator[tuple[Path, Any]]:
-        """What is held at each place that counts, with its path."""
+    def _values(self) -> Iterator[tuple[Path, Any]]:
+        """Yield the value of each included location with its path."""
         for place in self.places:
             if isinstance(place, places.ClassAttributes):
                 yield place.path, tuple(map(_type_name, place.owner.__bases__))
@@ -152,7 +158,7 @@ class Describer(Walk):
 
 
 def describe(value: Any) -> str:
-    """A value as a short text."""
+    """Return a value as a short text."""
     if value is places.MISSING:
         return "nothing yet"
     if isinstance(value, enum.Enum):
@@ -180,19 +186,19 @@ def describe(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """An item of a tuple or a set; what it holds in turn has a text of its own, or no order."""
+    """Describe an item of a tuple or a set; nested containers have their own text, or no order."""
     return describe(value) if isinstance(value, (*_PLAIN, tuple, enum.Enum)) else _type_name(type(value))
 
 
 def _is_long(value: Any) -> bool:
-    """Whether it is a list or a dict of plain values that are better described together."""
+    """Return whether a list or dict of plain values is so long that one text describes all of them."""
     if isinstance(value, Mapping):
         return len(value) > 64 and all(isinstance(part, _PLAIN) for pair in value.items() for part in pair)
     return isinstance(value, (list, deque)) and len(value) > 8 and all(isinstance(item, _PLAIN) for item in value)
 
 
 def _plain_items(place: Place) -> Iterator[tuple[Path, Any]]:
-    """The plain values in a list or a dict; others were reached."""
+    """Yield the plain values in a list or a dict; other values have been visited separately."""
     if _is_long(place.owner):
         return
     if isinstance(place, places.Items):
@@ -212,7 +218,7 @@ def _part(path: Path, networks: set[Path]) -> str:
 
 
 def _describe_tensor(value: Tensor | np.ndarray[Any, Any]) -> str:
-    """Shape, dtype and a hash of the values."""
+    """Return the shape, the dtype and a hash of the values."""
     kind = str(value.dtype).removeprefix("torch.")
     shape = f"{type(value).__name__} {list(value.shape)} {kind}"
     if isinstance(value, np.ndarray):
@@ -227,12 +233,12 @@ def _describe_tensor(value: Tensor | np.ndarray[Any, Any]) -> str:
 
 
 def _overrides(kind: type, name: str) -> bool:
-    """Whether a class has something that a library's class has as well, such as `forward`."""
+    """Return whether a class defines something that a library's class defines too, such as `forward`."""
     return any(name in vars(base) for base in kind.__mro__ if base is not object and library_of(base) is not None)
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """Whether a value is nothing but settings: plain values, and containers of them."""
+    """Return whether a value consists only of settings: plain values, and containers of them."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         items = value.values() if isinstance(value, Mapping) else value
         return depth < 6 and all(_is_setting(item, depth + 1) for item in items)
@@ -240,7 +246,7 @@ def _is_setting(value: Any, depth: int = 0) -> bool:
 
 
 def _seed(value: Any) -> str:
-    """Of random numbers, where there is one: a run moves them."""
+    """Return the seed or state of a random generator, or "" if it was seeded by the system."""
     if isinstance(value, torch.Generator):
         return f"of seed {value.initial_seed()}"
     if isinstance(value, np.random.Generator):
@@ -268,7 +274,8 @@ def _digest(text: str | bytes) -> str:
 
 @lru_cache(maxsize=4096)
 def _bytecode_hash(code: types.CodeType) -> str:
-    """Of what runs: instructions, constants, names, and the functions inside it; without comments and line numbers."""
+    """Return a hash of what runs: instructions, constants, names and nested functions, without comments and line
+    numbers."""
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & _FLAGS)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     first = next(iter(code.co_consts), None)
@@ -282,6 +289,6 @@ def _constant(value: Any) -> str:
         return _bytecode_hash(value)
     if isinstance(value, tuple):
         return f"({', '.join(map(_constant, value))})"
-    if isinstance(value, frozenset):  # its order is another one in each process
+    if isinstance(value, frozenset):  # its order differs between processes
         return f"{{{', '.join(sorted(map(_constant, value)))}}}"
     return f"{type(value).__name__} {value!r}"

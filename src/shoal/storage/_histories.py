@@ -22,7 +22,7 @@ class _Known:
 
 
 class Histories:
-    """The folder of histories."""
+    """The folder of the members' histories."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,14 +32,14 @@ class Histories:
         return self.folder / f"{index:04d}.jsonl"
 
     def lines(self, index: int, history: Any) -> bytes | None:
-        """A history as JSON lines, which `from_text` reads back; None where it holds more than numbers."""
+        """Return a history as JSON lines, which `from_text` reads, or None if it contains more than numbers."""
         if not isinstance(history, list) or not history or not all(map(_plain, history[-1:])):
             return None
         known = self._known.setdefault(index, _Known())
-        old = len(known.rows)
-        if not old or known.rows != history[:old]:
-            known.rows, known.text, old = [], b"", 0
-        new = [dict(row) for row in history[old:]]
+        num_old = len(known.rows)
+        if not num_old or known.rows != history[:num_old]:
+            known.rows, known.text, num_old = [], b"", 0
+        new = [dict(row) for row in history[num_old:]]
         if not all(map(_plain, new)):
             return None
         known.rows += new
@@ -47,7 +47,7 @@ class Histories:
         return known.text
 
     def view(self, index: int) -> tuple[Path, list[bytes]] | None:
-        """The history's file and its content; None where nothing has changed since the last call."""
+        """Return the history's file and its contents, or None if nothing has changed since the last call."""
         known = self._known.get(index)
         if known is None or known.text == known.seen:
             return None
@@ -56,18 +56,18 @@ class Histories:
 
 
 def to_text(history: list[dict[str, float]]) -> bytes:
-    """The rows as lines of JSON."""
+    """Return the rows as JSON lines."""
     return "".join(json.dumps(finite(row)) + "\n" for row in history).encode()
 
 
 def from_text(text: bytes) -> list[dict[str, float]]:
-    """The rows again. NaN and infinities, which JSON does not have, are strings in the text."""
+    """Return the rows of JSON lines. NaN and infinities, which JSON does not have, are strings in the text."""
     rows = [json.loads(line) for line in text.splitlines()]
     return [{name: float(v) if isinstance(v, str) else v for name, v in row.items()} for row in rows]
 
 
 def _plain(row: Any) -> bool:
-    """Whether JSON can hold a row without loss."""
+    """Return whether JSON can represent a row without loss."""
     return (
         type(row) is dict
         and all(type(name) is str for name in row)

@@ -1,4 +1,4 @@
-"""Compares the jobs in a folder with the jobs to be trained, and says what differs."""
+"""Compare the jobs in a folder with the jobs to be trained, and report what differs."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Differences:
     """The result of comparing two job tables."""
 
     lines: list[str] = field(default_factory=list)
-    """Differences that make them other jobs, one line each."""
+    """Differences that make them different jobs, one line each."""
     other_weights: list[str] = field(default_factory=list)
-    """Names of jobs with other initial weights."""
+    """Names of jobs with different initial weights."""
     rounded: list[str] = field(default_factory=list)
     """Names of jobs whose initial weights differ only in the last digits."""
     added: list[str] = field(default_factory=list)
-    """Names of jobs that are new."""
+    """Names of new jobs."""
     longer: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Jobs with more `epochs` or `steps` than before: name -> the new number."""
     versions: list[str] = field(default_factory=list)
-    """Libraries that have another version."""
+    """Libraries with a different version."""
     of_jobs: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
-    """Text of a difference -> its place in `lines`, and the names of the jobs that have it."""
+    """Text of a difference -> its index in `lines`, and the names of the jobs that have it."""
 
     def add(self, name: str, text: str) -> None:
-        """Note a difference of a job; jobs with the same difference share one line."""
-        place, names = self.of_jobs.setdefault(text, (len(self.lines), []))
+        """Add a difference of a job; jobs with the same difference share one line."""
+        index, names = self.of_jobs.setdefault(text, (len(self.lines), []))
         names.append(name)
         others = f" (and so for {len(names) - 1} more)" if len(names) > 1 else ""
-        self.lines[place : place + 1] = [f"job {names[0]!r}{text}{others}"]
+        self.lines[index : index + 1] = [f"job {names[0]!r}{text}{others}"]
 
 
 def compare(
@@ -58,31 +58,31 @@ def compare(
         here: The table of the jobs to be trained.
         grows: The last jobs of `here` may be missing in the folder.
         extends: Any job of `here` may be missing in the folder, or have more epochs or steps than there.
-        part: `here` holds only some of the jobs.
+        part: `here` contains only some of the jobs.
         changed: Names of jobs that are not compared.
     """
-    seen = Differences()
+    diff = Differences()
     old, new = ({job["name"]: job for job in table.jobs} for table in (held, here))
-    seen.added = [name for name in new if name not in old]
-    seen.lines += [f"job {name!r} is not in it" for name in seen.added if not (grows or extends)]
-    list_all = " and the list does not: give all of its jobs, and the new ones" if extends and seen.added else ""
+    diff.added = [name for name in new if name not in old]
+    diff.lines += [f"job {name!r} is not in it" for name in diff.added if not (grows or extends)]
+    list_all = " and the list does not: give all of its jobs, and the new ones" if extends and diff.added else ""
     missing = [name for name, job in old.items() if name not in new and not (part or job.get(ADDED))]
-    seen.lines += [f"it has job {name!r}{list_all}" for name in missing]
+    diff.lines += [f"it has job {name!r}{list_all}" for name in missing]
     for name in (name for name in new if name in old and name not in changed):
         if extends:
-            seen.longer |= {name: longer} if (longer := _longer(old[name], new[name])) else {}
-        _compare_job(held, old[name], here, new[name], seen)
-    if not (seen.lines or extends) and list(old) != list(new)[: len(old)]:
-        seen.lines.append("the same jobs are in it in another order")
+            diff.longer |= {name: longer} if (longer := _longer(old[name], new[name])) else {}
+        _compare_job(held, old[name], here, new[name], diff)
+    if not (diff.lines or extends) and list(old) != list(new)[: len(old)]:
+        diff.lines.append("the same jobs are in it in another order")
     for library, version in held.made_by.items():
         now = here.made_by.get(library, version)
         if library not in _OWN and now != version:
-            seen.versions.append(f"{library} {version} there and {now} here")
-    return seen
+            diff.versions.append(f"{library} {version} there and {now} here")
+    return diff
 
 
 def _longer(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new number of epochs or steps, where there are more than before."""
+    """Return the new number of epochs or steps, if it is larger than before."""
     return {
         key: new[key]
         for key in ("epochs", "steps")
@@ -90,35 +90,35 @@ def _longer(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[str, Any], seen: Differences) -> None:
+def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[str, Any], diff: Differences) -> None:
     name = new["name"]
     fields = [key for key in {**new, **old} if key not in (ADDED, CODE, WEIGHTS, KEY)]
-    longer = seen.longer.get(name, {})
+    longer = diff.longer.get(name, {})
     other = [key for key in fields if _text(old.get(key)) != _text(new.get(key)) and key not in longer]
     for key in other:
         was, now = old.get(key), new.get(key)
         if isinstance(was, dict) and isinstance(now, dict):
-            was, now = _apart(was, now), _apart(now, was)
+            was, now = _different_entries(was, now), _different_entries(now, was)
         hashes = key in ("data", "val") and isinstance(was, str) and isinstance(now, str)
-        seen.add(name, f" has other {key} than there" if hashes else f" has {key} {was!r} there and {now!r} here")
+        diff.add(name, f" has other {key} than there" if hashes else f" has {key} {was!r} there and {now!r} here")
     if old.get(CODE) is not None and new.get(CODE) is not None:
         was, now = held.code(old), here.code(new)
         for part in {**was, **now}:
             shared = part in was and part in now
             if part in other or (not shared and part.startswith(("class ", "globals "))):
-                continue  # it is reported, or belongs to something that is
+                continue  # it is reported already, or belongs to something that is
             lines = list(_changes(was.get(part, {}), now.get(part, {}), _same_bytecode(held, here)))
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             for line in lines[:1]:
-                seen.add(name, f": {line}{more}")
+                diff.add(name, f": {line}{more}")
     if old.get(WEIGHTS) is not None and new.get(WEIGHTS) is not None and "shapes" not in other:
         verdict = compare_weights(held.parts[old[WEIGHTS]], here.parts[new[WEIGHTS]])
         if verdict != "same":
-            (seen.other_weights if verdict == "other" else seen.rounded).append(name)
+            (diff.other_weights if verdict == "other" else diff.rounded).append(name)
 
 
 def _changes(was: Mapping[str, str], now: Mapping[str, str], same_bytecode: bool) -> Iterator[str]:
-    """What differs in one part, code first: changed code explains other changes."""
+    """Yield the differences in one part, code first, since changed code explains other changes."""
     places = [place for place in {**was, **now} if was.get(place) != now.get(place)]
     for place in sorted(places, key=lambda place: (not was.get(place, "").startswith(FUNCTION), place)):
         there, here = was.get(place, "nothing"), now.get(place, "nothing")
@@ -132,20 +132,20 @@ def _same_bytecode(held: JobTable, here: JobTable) -> bool:
     return held.made_by.get("bytecode") == here.made_by.get("bytecode")
 
 
-def _apart(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The entries that the other dict does not have, or has with another value."""
+def _different_entries(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that the other dict does not have, or has with a different value."""
     return {key: value for key, value in one.items() if key not in other or _text(value) != _text(other[key])}
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value)  # as text: NaN is not itself otherwise
+    return json.dumps(value)  # texts are compared, because NaN != NaN
 
 
-def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTable) -> Iterator[str]:
-    """What could not be compared, and differences that are accepted, one line each."""
-    if seen.versions:
+def remarks(diff: Differences, unstable: list[str], held: JobTable, here: JobTable) -> Iterator[str]:
+    """Yield a line for everything that could not be compared, and for each accepted difference."""
+    if diff.versions:
         yield (
-            f"{', '.join(seen.versions)}; jobs that have ended are kept as they are, and the others continue with the "
+            f"{', '.join(diff.versions)}; jobs that have ended are kept as they are, and the others continue with the "
             "versions installed here"
         )
     if not _same_bytecode(held, here):
@@ -153,9 +153,9 @@ def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTab
             f"it was written by Python {held.made_by.get(PYTHON)}, and this is {here.made_by.get(PYTHON)}, whose "
             "bytecode differs: code cannot be compared; use another folder if you changed it"
         )
-    if seen.rounded:
+    if diff.rounded:
         yield (
-            f"the initial weights of {_some(seen.rounded)} differ in their last digits (another CPU or number of "
+            f"the initial weights of {_some(diff.rounded)} differ in their last digits (another CPU or number of "
             "threads?); they are taken to be the same"
         )
     if unstable:
@@ -165,14 +165,14 @@ def remarks(seen: Differences, unstable: list[str], held: JobTable, here: JobTab
         )
 
 
-def extension(seen: Differences, held: JobTable) -> str:
-    """New and longer jobs in one line; empty where there are none."""
+def extension(diff: Differences, held: JobTable) -> str:
+    """Return new and longer jobs in one line, or "" if there are none."""
     parts = []
-    if seen.added:
-        parts.append(f"{len(seen.added)} new {'job' if len(seen.added) == 1 else 'jobs'} ({_some(seen.added)})")
+    if diff.added:
+        parts.append(f"{len(diff.added)} new {'job' if len(diff.added) == 1 else 'jobs'} ({_some(diff.added)})")
     old = {job["name"]: job for job in held.jobs}
     lengths: dict[str, list[str]] = {}
-    for name, longer in seen.longer.items():
+    for name, longer in diff.longer.items():
         for key, value in longer.items():
             lengths.setdefault(f"{key} {old[name][key]} -> {value}", []).append(name)
     parts += [f"{change} for {_some(names)}" for change, names in lengths.items()]

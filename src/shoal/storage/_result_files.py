@@ -1,4 +1,4 @@
-"""Writes and reads a run folder's results: results.json, histories, weights; also reads jobs.json and plan.json."""
+"""Write and read the results of a run folder (results.json, histories, weights), and read jobs.json and plan.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ VERSION = 5
 
 
 def read_file(path: Path, fix: str) -> dict[str, Any] | None:
-    """Read jobs.json or plan.json; None where it does not exist. `fix`: advice for the error where it is damaged."""
+    """Return the contents of jobs.json or plan.json, or None if the file does not exist.
+
+    Args:
+        fix: Advice for the error if the file is damaged.
+    """
     if not path.exists():
         return None
     try:
@@ -30,9 +34,9 @@ def read_file(path: Path, fix: str) -> dict[str, Any] | None:
     except DamagedError as error:
         raise DamagedError(f"{error}; put it back from a copy, {fix}") from None
     if content.get("version") != VERSION:
-        wrote = content.get("made_by", {}).get("shoal", "")
+        writer_version = content.get("made_by", {}).get("shoal", "")
         raise OutError(
-            f"{str(path)!r} was written by another version of Shoal ({wrote and wrote + ', '}format "
+            f"{str(path)!r} was written by another version of Shoal ({writer_version and writer_version + ', '}format "
             f"{content.get('version')}; this one reads {VERSION}); use that version, or "
             "another folder"
         )
@@ -40,7 +44,7 @@ def read_file(path: Path, fix: str) -> dict[str, Any] | None:
 
 
 def write_results(folder: Path, results: Results) -> None:
-    """Write histories and weights, then results.json: where that exists, the others are complete."""
+    """Write histories and weights, then results.json, so that its presence shows that the other files are complete."""
     files = [(folder / "history" / f"{i:04d}.jsonl", [to_text(r.history)]) for i, r in enumerate(results)]
     files += [_weights(folder / "weights" / f"{i:04d}", result) for i, result in enumerate(results)]
     for error in atomic.write_many(files):
@@ -54,7 +58,7 @@ def write_results(folder: Path, results: Results) -> None:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """Read results.json; None where the run has not finished."""
+    """Return the contents of results.json, or None if the run has not finished."""
     path = folder / "results.json"
     if not path.exists():
         return None
@@ -74,7 +78,7 @@ def _weights(stem: Path, result: Result) -> tuple[Path, list[bytes]]:
 
     state = result.state_dict()
     if all(isinstance(value, Tensor) and _suits_safetensors(value) for value in state.values()):
-        # A clone each: tied weights are then written once for each of their names, and load with strict=True.
+        # Cloned, so that tied weights are written under each of their names, and load with strict=True.
         data = save({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
         return stem.with_suffix(".safetensors"), [data]
     file = io.BytesIO()
@@ -88,7 +92,7 @@ def _suits_safetensors(value: Tensor) -> bool:
 
 @cache
 def _has_dtype(dtype: torch.dtype) -> bool:
-    """Whether this version of safetensors writes and reads tensors of a dtype; of complex128 none does yet."""
+    """Return whether this version of safetensors writes and reads tensors of a dtype; none supports complex128 yet."""
     from safetensors.torch import load, save
 
     try:
@@ -98,7 +102,7 @@ def _has_dtype(dtype: torch.dtype) -> bool:
 
 
 def read_weights(stem: Path) -> dict[str, Any]:
-    """Read the weights that `write_results` wrote; OutError where they cannot be read."""
+    """Return the weights that `write_results` wrote, or raise an OutError if they cannot be read."""
     tensors, pickled = stem.with_suffix(".safetensors"), stem.with_suffix(".pt")
     try:
         if tensors.exists():

@@ -5,11 +5,11 @@
     {"bytes": 40311, "job": "..."}
     <the pickle>
 
-A file that was cut short, zeroed or changed in any bit is refused before anything in it is used. Reading one runs no
+A file that was cut short, zeroed or changed in any bit is refused before anything in it is used. Reading a file runs no
 code but the few functions in `_READABLE`, which make tensors, arrays and dicts. Dicts, lists, tuples, numbers,
-strings, bytes, arrays and tensors come back as they were: type, order, bits, strides. A tensor that occurs twice comes
-back as one tensor that occurs twice; other views into one memory come back as tensors of their own.
-(`torch.save` writes the same ten times slower, which short trainings of many small networks would feel.)
+strings, bytes, arrays and tensors are restored exactly: type, order, bits, strides. A tensor that occurs twice is
+restored as one tensor that occurs twice; other views of shared memory become separate tensors.
+`torch.save` takes ten times as long, which would slow down short runs of many small networks.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class Frozen:
 
 
 def freeze(state: Any) -> Frozen:
-    """Copy a state. NotStorable, naming the entry, where it holds something that cannot be written."""
+    """Copy a state, or raise a NotStorable that names the entry which cannot be written."""
     try:
         return Frozen(_copy(state, (), {}))
     except RecursionError:
         raise NotStorable("it contains itself, or is nested too deeply") from None
 
 
-def _copy(value: Any, path: tuple[Any, ...], tensors: dict[Any, _Made]) -> Any:
+def _copy(value: Any, path: tuple[Any, ...], tensors: dict[Any, _PickledCall]) -> Any:
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
-    if kind is dict or kind is OrderedDict:  # an OrderedDict of torch's has versions of modules in an attribute
+    if kind is dict or kind is OrderedDict:  # torch's state_dict() has an attribute with versions of modules
         copied = kind((_copy(k, (*path, "key"), tensors), _copy(v, (*path, k), tensors)) for k, v in value.items())
         if kind is OrderedDict:
             vars(copied).update(_copy(vars(value), (*path, "vars"), tensors))
         return copied
     if kind is list or kind is tuple:
-        return kind([_copy(item, (*path, place), tensors) for place, item in enumerate(value)])
+        return kind([_copy(item, (*path, index), tensors) for index, item in enumerate(value)])
     if kind in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
         if value.is_meta:
             raise NotStorable(f"{_where(path)} is a tensor without memory")
@@ -80,20 +80,20 @@ def _copy(value: Any, path: tuple[Any, ...], tensors: dict[Any, _Made]) -> Any:
         return tensors[key]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
         shape = value.shape if isinstance(value, np.ndarray) else None
-        return _Made(make_array, value.tobytes(), value.dtype.str, shape)
+        return _PickledCall(make_array, value.tobytes(), value.dtype.str, shape)
     return _copy_by_saving(value, path)
 
 
-def _copy_tensor(value: Tensor) -> _Made:
+def _copy_tensor(value: Tensor) -> _PickledCall:
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
-    value = value.detach().to("cpu", copy=True)  # without holes, so that it lies flat
+    value = value.detach().to("cpu", copy=True)  # now its memory is one contiguous block
     flat = value.as_strided((value.numel(),), (1,)).view(torch.uint8)
     dtype = str(value.dtype).removeprefix("torch.")
-    return _Made(make_tensor, flat, dtype, tuple(value.shape), value.stride())
+    return _PickledCall(make_tensor, flat, dtype, tuple(value.shape), value.stride())
 
 
-def _copy_by_saving(value: Any, path: tuple[Any, ...]) -> _Made:
+def _copy_by_saving(value: Any, path: tuple[Any, ...]) -> _PickledCall:
     """Copy a value of another type, if torch.load reads it without running code."""
     file = io.BytesIO()
     try:
@@ -101,15 +101,15 @@ def _copy_by_saving(value: Any, path: tuple[Any, ...]) -> _Made:
         make_saved(file.getvalue())
     except Exception:
         raise NotStorable(f"{_where(path)} is a {type(value).__name__}, which cannot be stored") from None
-    return _Made(make_saved, file.getvalue())
+    return _PickledCall(make_saved, file.getvalue())
 
 
 def _where(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path) or "state"
 
 
-class _Made:
-    """Pickles as a call of a function that makes the value again; tensors are passed as bytes."""
+class _PickledCall:
+    """Pickles as a call of the function that makes the value again; tensors are passed as bytes."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
@@ -120,14 +120,14 @@ class _Made:
 
 
 def make_tensor(data: bytes, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Make a tensor in memory of its own."""
+    """Make a tensor with its own memory."""
     if not data:
         return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).as_strided(shape, stride).clone()
 
 
 def make_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any:
-    """Make an array of numpy's, or its number where `shape` is None."""
+    """Make a NumPy array, or a NumPy number if `shape` is None."""
     flat = np.frombuffer(data, dtype=dtype)
     return flat[0] if shape is None else flat.reshape(shape).copy()
 
@@ -154,19 +154,19 @@ def save(path: Path, state: Any, notes: dict[str, str] | None = None) -> None:
 
 
 def load(path: Path) -> Any:
-    """Return the state in a file; DamagedError where the file is not what was written."""
+    """Return the state in a file, or raise a DamagedError if the file is not what was written."""
     return read(path)[0]
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
-    """Return the state in a file, and its notes; DamagedError where the file is not what was written."""
+    """Return the state in a file and its notes, or raise a DamagedError if the file is not what was written."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise DamagedError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-    wrong = fault(data)
-    if wrong:
-        raise DamagedError(f"{str(path)!r} {wrong}")
+    problem = fault(data)
+    if problem:
+        raise DamagedError(f"{str(path)!r} {problem}")
     _, _, line, payload = data.split(b"\n", 3)
     notes = json.loads(line)
     del notes["bytes"]
@@ -177,7 +177,7 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def fault(data: bytes) -> str | None:
-    """What is wrong with a file's contents; None where they are as they were written."""
+    """Return what is wrong with the contents of a file, or None if they are as written."""
     if not any(data):
         return "holds nothing but zeros" if data else "is empty"
     if not data.startswith(START[: len(data)]):

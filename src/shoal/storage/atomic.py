@@ -1,7 +1,7 @@
-"""Atomic file writes: to a temporary file in the same folder, synced to the disk, then renamed.
+"""Write files atomically: to a temporary file in the same folder, synced to the disk, then renamed.
 
 A reader, and a run that resumes after a kill or a power cut, sees the old contents or the new ones, never a mixture.
-The temporary file's name is fixed, so the next process overwrites what a killed one left.
+The temporary file's name is fixed, so that the next process overwrites what a killed one left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from shoal.errors import DamagedError
 
 THREADS = 16
-"""Files written at the same time: the disk syncs several in nearly the time of one."""
+"""How many files are written at the same time; the disk syncs several in nearly the time of one."""
 
 Chunks = Sequence[bytes]
 S = TypeVar("S")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def write(path: Path, chunks: Chunks, *, durable: bool = True) -> None:
-    """Replace one file. On OSError the old one is unchanged."""
+    """Replace one file. On an OSError the old file is unchanged."""
     (error,) = write_many([(path, chunks)], durable=durable)
     if error is not None:
         raise error
@@ -51,31 +51,31 @@ def write_many(files: Sequence[tuple[Path, Chunks]], *, durable: bool = True) ->
 
 def _write_one(file: tuple[Path, Chunks], durable: bool) -> OSError | None:
     path, chunks = file
-    beside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with beside.open("wb") as opened:
+        with temporary.open("wb") as opened:
             opened.writelines(chunks)
             opened.flush()
             if durable:
                 os.fsync(opened.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return error
     return None
 
 
 def _for_each(work: Callable[[T], S], inputs: Sequence[T], durable: bool) -> list[S]:
-    """Call `work` for each input; in threads where it waits for the disk."""
+    """Call `work` for each input, in threads if it waits for the disk."""
     if len(inputs) > 1 and durable:
         with suppress(RuntimeError), ThreadPoolExecutor(min(THREADS, len(inputs))) as pool:
             return list(pool.map(work, inputs))
-    return [work(one) for one in inputs]  # also while Python shuts down and starts no more threads
+    return [work(one) for one in inputs]  # also at Python's exit, when threads cannot start
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to the disk, where the file system can."""
+    """Sync a folder's entries to the disk, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -92,25 +92,25 @@ def remove_left_overs(folder: Path) -> None:
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Replace a JSON file, with a checksum in it that `read_sealed` checks."""
+    """Replace a JSON file, with a checksum that `read_sealed` checks."""
     content = json.loads(json.dumps(content))
-    write_text(path, json.dumps({"sha256": _seal(content), **content}, indent=1) + "\n")
+    write_text(path, json.dumps({"sha256": _checksum(content), **content}, indent=1) + "\n")
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a file that `write_sealed` wrote; DamagedError where it has changed since."""
+    """Return the contents of a file that `write_sealed` wrote, or raise a DamagedError if it has changed since."""
     try:
         content = json.loads(path.read_bytes())
-        seal = content.pop("sha256")
+        checksum = content.pop("sha256")
     except OSError as error:
         raise DamagedError(f"{str(path)!r} cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{str(path)!r} is damaged: it is not what was written there") from None
-    if seal != _seal(content):
+    if checksum != _checksum(content):
         raise DamagedError(f"{str(path)!r} is damaged: it does not match its checksum")
     checked: dict[str, Any] = content
     return checked
 
 
-def _seal(content: dict[str, Any]) -> str:
+def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

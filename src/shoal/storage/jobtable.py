@@ -31,29 +31,28 @@ PLAIN = (
 )  # fmt: skip
 NAMED = ("loss", "step", "collate", "params", "schedule")
 CODE, WEIGHTS = "code", "weights"
-"""Fields of an entry that hold the key of a part."""
+"""Fields of an entry that contain the key of a part."""
 ADDED = "added"
-"""Field of an entry: the job was added to a live run."""
+"""Field of an entry that is set if the job was added to a live run."""
 KEY = "key"
-"""Field of an entry whose settings changed later (more epochs): the key that its checkpoints have."""
+"""Field of an entry with the key of its checkpoints, if the entry's settings were changed later (more epochs)."""
 
 
 @dataclass(slots=True)
 class JobTable:
-    """The jobs of a folder."""
+    """The jobs of a run folder."""
 
     jobs: list[dict[str, Any]]
     parts: dict[str, Any] = field(default_factory=dict)
     made_by: dict[str, str] = field(default_factory=dict)
-    """The versions that wrote it: of Shoal, Python, its bytecode, and the libraries that the jobs use."""
+    """The versions that wrote the table: of Shoal, Python, its bytecode, and the libraries that the jobs use."""
 
     @classmethod
     def of(cls, members: Sequence[Member], also: Mapping[str, Any] | None = None, *, names_only: bool = False) -> Self:
-        """The table of these members.
+        """Return the table of these members.
 
         Args:
-            members: Built jobs.
-            also: More entries to compare, such as the settings of a split.
+            also: Further entries to compare, such as the settings of a split.
             names_only: Leave out code and weights, for a temporary folder that is never resumed.
         """
         table = cls([describe_settings(member) | dict(also or {}) for member in members])
@@ -70,14 +69,14 @@ class JobTable:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Self:
-        """The table that `to_json` wrote."""
+        """Return the table that `to_json` wrote."""
         return cls(content["jobs"], content["parts"], content["made_by"])
 
     def to_json(self) -> dict[str, Any]:
         return {"made_by": self.made_by, "jobs": self.jobs, "parts": self.parts}
 
     def extend(self, other: JobTable) -> bool:
-        """Add the jobs of another table that this one does not have; whether there were any."""
+        """Add the jobs of another table that this one does not have, and return whether there were any."""
         known = {job["name"] for job in self.jobs}
         new = [job for job in other.jobs if job["name"] not in known]
         if new:
@@ -87,7 +86,7 @@ class JobTable:
         return bool(new)
 
     def keys(self) -> list[str]:
-        """A key for each job, which its checkpoints carry."""
+        """Return a key for each job, which its checkpoints contain."""
         return [job.get(KEY) or _hash(job) for job in self.jobs]
 
     def lengthen(self, longer: Mapping[str, Mapping[str, Any]]) -> None:
@@ -97,13 +96,13 @@ class JobTable:
                 job.update(longer[job["name"]], **{KEY: key})
 
     def code(self, job: Mapping[str, Any]) -> dict[str, Texts]:
-        """The description of a job's functions and network, by part."""
+        """Return the description of a job's functions and network, by part."""
         return {part: self.parts[key] for part, key in self.parts[job[CODE]].items()}
 
     def take_functions(self, job: dict[str, Any], held: JobTable, known: Mapping[str, Any]) -> None:
-        """Take the description of a job's functions from another table, where `known` is the job's entry."""
-        mine = {part: texts for part, texts in self.code(job).items() if is_network(part)}
-        code = mine | without_network(held.code(known))
+        """Copy the description of a job's functions from another table, in which `known` is the job's entry."""
+        network = {part: texts for part, texts in self.code(job).items() if is_network(part)}
+        code = network | without_network(held.code(known))
         job[CODE] = self._put({part: self._put(texts) for part, texts in code.items()})
 
     def _put(self, content: dict[str, Any]) -> str:
@@ -113,7 +112,7 @@ class JobTable:
 
 
 def describe_settings(member: Member) -> dict[str, Any]:
-    """A job's settings, and the names of its functions."""
+    """Return a job's settings and the names of its functions."""
     job = member.job
     shapes = {name: [list(t.shape), str(t.dtype)] for name, t in _tensors(member.model).items()}
     described = {
@@ -138,7 +137,7 @@ def describe_settings(member: Member) -> dict[str, Any]:
 
 
 def describe_functions(member: Member) -> dict[str, Texts]:
-    """A description of a member's functions and classes as they are now."""
+    """Return a description of a member's functions and classes as they are now."""
     return without_network(_described(member).parts)
 
 
@@ -161,7 +160,7 @@ def is_network(part: str) -> bool:
 
 
 def without_network(code: Mapping[str, Texts]) -> dict[str, Texts]:
-    """The parts that are functions and classes; the network is built again each time."""
+    """Return the parts that are functions and classes; the network is built again each time."""
     return {part: texts for part, texts in code.items() if not is_network(part)}
 
 
@@ -187,4 +186,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address is another one in the next process
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # addresses differ between processes

@@ -1,4 +1,4 @@
-"""`shoal.load`: reads a run folder's results without the code and the data that they were trained with."""
+"""`shoal.load`, which reads the results of a run folder without the code and the data of the training."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from shoal.storage.jobtable import CODE, WEIGHTS, JobTable
 from shoal.storage.lock import Lock
 
 Builder = nn.Module | Callable[[], nn.Module]
-"""A network to load weights into: a function that builds it, or one that is copied."""
+"""A network to load weights into: a function that builds it, or an nn.Module, which is copied."""
 
 
 def load(folder: str | os.PathLike[str], model: Builder | Mapping[str, Builder] | None = None) -> Results:
-    """Read the results of a run folder, finished or not. It needs neither the jobs nor their data.
+    """Read the results of a run folder, finished or not. Neither the jobs nor their data are needed.
 
     Args:
-        folder: What was given as `out` to `shoal.train`, `shoal.tune` or a split.
-        model: For `result.model`, `predict` and `evaluate`: a function that builds the network (or a network, which is
-            copied), or where jobs have different ones a dict of them by the jobs' names. Without it a result has
-            all but its network: `result.state_dict()` gives the weights.
+        folder: The `out` of `shoal.train`, `shoal.tune` or a split.
+        model: A function that builds the network (or a network, which is copied), for `result.model`, `predict` and
+            `evaluate`; or a dict of them by job name if the jobs have different networks. Without it, a result has
+            everything but its network: `result.state_dict()` gives the weights.
     """
     path = Path(folder)
     if not (path / "jobs.json").exists() and (path / "run" / "jobs.json").exists():
-        path = path / "run"  # of a search
+        path = path / "run"  # the folder of a search
     content = read_file(path / "jobs.json", "or train the same jobs in this folder again")
     if content is None:
         raise OutError(f"{str(folder)!r} is no run folder: it has no jobs.json; name what was given as out=")
@@ -53,43 +53,48 @@ def load(folder: str | os.PathLike[str], model: Builder | Mapping[str, Builder] 
     by_name = {result["name"]: result for result in ended["results"]}
     return Results(
         [
-            _ended(path, place, key, entry, by_name[entry["name"]], ended["environment"], model)
-            for place, (entry, key) in enumerate(zip(entries, table.keys(), strict=True))
+            _ended(path, index, key, entry, by_name[entry["name"]], ended["environment"], model)
+            for index, (entry, key) in enumerate(zip(entries, table.keys(), strict=True))
             if entry["name"] in by_name
         ]
     )
 
 
 def _ended(
-    path: Path, place: int, key: str, entry: dict[str, Any], said: dict[str, Any], stamp: dict[str, Any], model: Any
+    path: Path, index: int, key: str, entry: dict[str, Any], saved: dict[str, Any], stamp: dict[str, Any], model: Any
 ) -> Result:
-    """A result of a finished run. `key`: of the job, in its checkpoints."""
-    stem = path / "weights" / f"{place:04d}"
+    """Return a result of a finished run.
+
+    Args:
+        key: The key of the job in its checkpoints.
+        said: The job's entry in results.json.
+    """
+    stem = path / "weights" / f"{index:04d}"
     try:
-        history = from_text((path / "history" / f"{place:04d}.jsonl").read_bytes())
+        history = from_text((path / "history" / f"{index:04d}.jsonl").read_bytes())
     except (OSError, ValueError) as error:
         raise OutError(f"the history of {entry['name']!r} cannot be read ({describe(error)})") from None
-    trained = partial(_weights_in_training, path, place, key)
+    trained = partial(_weights_in_training, path, index, key)
     return _result(
         entry, StoredNetwork(entry["name"], partial(read_weights, stem), trained, model), history=history,
         environment=stamp,
-        **{name: said[name] for name in ("status", "tier", "error", "steps", "seconds")}, split=said.get("split"),
-        validations=said.get("validations", []),
+        **{name: saved[name] for name in ("status", "tier", "error", "steps", "seconds")}, split=saved.get("split"),
+        validations=saved.get("validations", []),
     )  # fmt: skip
 
 
-def _weights_in_training(path: Path, place: int, key: str) -> dict[str, Tensor]:
-    state, _, _ = Checkpoints(path / "members").newest(place, key)
+def _weights_in_training(path: Path, index: int, key: str) -> dict[str, Tensor]:
+    state, _, _ = Checkpoints(path / "members").newest(index, key)
     return training_weights((state or {}).get("trained"))
 
 
 def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], model: Any) -> list[Result]:
-    """Results of an unfinished run, from the newest checkpoints."""
+    """Return the results of an unfinished run, from the newest checkpoints."""
     checkpoints = Checkpoints(path / "members")
-    under_way = "running" if Lock(path).in_use() else "unfinished"
+    not_ended = "running" if Lock(path).in_use() else "unfinished"
     results = []
-    for place, (entry, key) in enumerate(zip(entries, table.keys(), strict=True)):
-        state, _, _ = checkpoints.newest(place, key)
+    for index, (entry, key) in enumerate(zip(entries, table.keys(), strict=True)):
+        state, _, _ = checkpoints.newest(index, key)
         state = state or {}
         history = state.get("history") or []
         status = state.get("status", "running")
@@ -103,7 +108,7 @@ def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], mode
                 StoredNetwork(entry["name"], read, trained, model),
                 history=from_text(history) if isinstance(history, bytes) else history,
                 validations=state.get("validations", []),
-                status=under_way if status == "running" else status,
+                status=not_ended if status == "running" else status,
                 tier=state.get("tier", ""),
                 error=state.get("error") or None,
                 steps=state.get("step", 0),
@@ -116,7 +121,7 @@ def _unfinished(path: Path, table: JobTable, entries: list[dict[str, Any]], mode
 def _result(entry: dict[str, Any], stored: StoredNetwork, **more: Any) -> Result:
     job = cast(Job, StoredJob(entry))
     result = Result(name=entry["name"], job=job, model=nn.Identity(), stored=stored, **more)
-    del result.model, result.training_weights  # they are read when they are first asked for
+    del result.model, result.training_weights  # they are read on first use
     return result
 
 
@@ -125,13 +130,13 @@ class StoredJob:
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         self._entry = dict(entry)
-        self._made = {"stop": _made(entry.get("stop")), "average": _made(entry.get("average"))}
+        self._parsed = {"stop": _parse_repr(entry.get("stop")), "average": _parse_repr(entry.get("average"))}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in self._made:
-            return self._made[name]
+        if name in self._parsed:
+            return self._parsed[name]
         if name in ("model", "data", "loss", "step", "collate", "params", "schedule", "owner", "priority"):
             raise ShoalError(
                 f"job {self._entry['name']!r} was read from a folder, which holds no {name!r}; see .settings"
@@ -154,15 +159,15 @@ class StoredJob:
         return dict(self._entry)
 
 
-def _made(text: str | None) -> EarlyStop | EMA | SWA | None:
-    """An EarlyStop, EMA or SWA from its repr."""
+def _parse_repr(text: str | None) -> EarlyStop | EMA | SWA | None:
+    """Return an EarlyStop, EMA or SWA from its repr."""
     if text is None:
         return None
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-    kinds: dict[str, type[EarlyStop | EMA | SWA]] = {"EarlyStop": EarlyStop, "EMA": EMA, "SWA": SWA}
-    return kinds[call.func.id](
-        **{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
+    classes: dict[str, type[EarlyStop | EMA | SWA]] = {"EarlyStop": EarlyStop, "EMA": EMA, "SWA": SWA}
+    return classes[call.func.id](
+        **{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg is not None}
     )
 
 
@@ -172,23 +177,23 @@ class StoredNetwork:
 
     name: str
     read: Callable[[], dict[str, Any]] | None
-    """None: the job has not been saved yet."""
+    """Reads the weights; None if the job has not been saved yet."""
     training_weights: Callable[[], dict[str, Tensor]]
-    """Reads the weights as training left them, where the result has others."""
+    """Reads the weights as training left them, if the result has different ones."""
     builder: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights."""
+        """Return the weights."""
         if self.read is None:
             raise OutError(f"job {self.name!r} has no weights in the folder yet: it had not been saved")
         return self.read()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle: without the builder, which may be a lambda; a result that is pickled has its network."""
+        """Pickle without the builder, which may be a lambda; a pickled result has its network."""
         return StoredNetwork, (self.name, self.read, self.training_weights, None)
 
     def model(self) -> nn.Module:
-        """The network with its weights, in eval mode."""
+        """Return the network with its weights, in eval mode."""
         builder = self.builder.get(self.name) if isinstance(self.builder, Mapping) else self.builder
         if builder is None:
             raise ShoalError(

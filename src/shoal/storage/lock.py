@@ -1,4 +1,4 @@
-"""The lock of a run folder: only one run at a time may use it."""
+"""The lock of a run folder, which lets only one run at a time use the folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shoal.utils.locks import close_in_children
 PATIENCE = 10.0
 """Seconds to wait for the workers of a killed run to end."""
 BRIEFLY = 1.0
-"""Seconds to wait where the other run's process is there: it may have been killed just now."""
+"""Seconds to wait if the process that took the lock is alive, since it may just have been killed."""
 _EXITING = 0x4
-"""The kernel's flag of a process that is ending, PF_EXITING."""
+"""PF_EXITING, the Linux flag of a process that is ending."""
 
 
 class Lock:
     """A file lock in the folder, which the kernel releases when the process ends.
 
-    Shoal's own workers hold it too, so no other run can use the folder while one of them is alive. Other forked
-    processes do not.
+    Shoal's workers hold it too, so that no other run can use the folder while one of them is alive. Other forked
+    processes do not hold it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Lock:
         self._pid = 0
 
     def acquire(self) -> None:
-        """Take the lock; OutError, naming the process, where another run has it."""
+        """Take the lock, or raise an OutError that names the process if another run has it."""
         if self._file is not None:
             return
         file = (self.folder / "lock").open("a+")
@@ -47,7 +47,7 @@ class Lock:
         close_in_children(file)
 
     def in_use(self) -> bool:
-        """Whether another run has the lock now."""
+        """Return whether another run has the lock now."""
         try:
             import fcntl
 
@@ -62,7 +62,7 @@ class Lock:
     def _wait(self, file: IO[str]) -> None:
         try:
             import fcntl
-        except ImportError:  # not on this system
+        except ImportError:  # Windows has no fcntl
             return
         start = time.monotonic()
         while True:
@@ -88,17 +88,18 @@ class Lock:
         file.flush()
 
     def _holder(self, file: IO[str]) -> tuple[str, bool]:
-        """Which process took the lock, as text, and whether it is alive. Of a killed run only workers may be left."""
+        """Return the process that took the lock, as text, and whether it is alive; of a killed run only workers may
+        be left."""
         file.seek(0)
         pid, _, host = file.read().strip().partition(" ")
         if not pid.isdigit() or not host:
-            return "", False  # it has only just taken the lock
+            return "", False  # it has just taken the lock and not written its name yet
         if host != socket.gethostname():
             return f" (process {pid} on {host})", True
         return f" (process {pid})", alive(int(pid))
 
     def release(self) -> None:
-        """Release the lock. A forked process only closes its copy: the parent keeps the lock."""
+        """Release the lock. In a forked process, only close its copy, so that the parent keeps the lock."""
         if self._file is None:
             return
         if self._pid == os.getpid():
@@ -111,7 +112,7 @@ class Lock:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine is running; one that is ending is not."""
+    """Return whether a process of this machine is running; a process that is ending does not count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Finds Python state that checkpoints and clones cannot hold, before a run starts, so that one warning can say so."""
+"""Find Python state that checkpoints and clones cannot contain, so that one warning can say so before a run starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.tiers.serial import SerialUnit
 
 STEPS = 2
-"""Steps of a trial: what the first one changes may only show in the second."""
+"""The number of steps in a trial; a change in the first step may only show in the second."""
 
 
 def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> None:
     """Record the Python state that members may change, before any of them trains.
 
-    `recipes`: those of members whose step was traced, and so changes no Python state. For them only an optimizer or a
-    schedule that runs as it is may change some.
+    Args:
+        recipes: The recipes of members whose step was traced and so changes no Python state. For these members, only an
+            untraced optimizer or schedule may change some.
     """
     for member in members:
         member.saved_state.wanted = True
@@ -30,7 +31,10 @@ def watch_state(members: Sequence[Member], recipes: Mapping[int, Recipe]) -> Non
 
 
 def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
-    """Job name -> state that its training changes and that cannot be saved -> why. Tries a few steps of each kind."""
+    """Return, by job name, the state that training changes and that cannot be saved, with the reason.
+
+    A few steps are tried for each kind of job.
+    """
     lost: dict[str, dict[str, str]] = {}
     tried: dict[Hashable, dict[str, str]] = {}
     for member in members:
@@ -38,13 +42,13 @@ def lost_state(members: Sequence[Member]) -> dict[str, dict[str, str]]:
             continue
         kind = _kind(member)
         if kind not in tried:
-            tried[kind] = _try(member)
+            tried[kind] = _try_steps(member)
         lost[member.name] = tried[kind]
     return {name: problems for name, problems in lost.items() if problems}
 
 
-def in_words(lost: dict[str, dict[str, str]], what: str) -> str:
-    """A warning about lost state, in one line."""
+def describe_lost_state(lost: dict[str, dict[str, str]], what: str) -> str:
+    """Return a one-line warning about lost state."""
     name, problems = next(iter(lost.items()))
     where, why = next(iter(problems.items()))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -54,7 +58,7 @@ def in_words(lost: dict[str, dict[str, str]], what: str) -> str:
 
 
 def _kind(member: Member) -> Hashable:
-    """A key that jobs with the same code share: they change the same state."""
+    """Return a key that is equal for jobs with the same code, which change the same state."""
     job = member.job
     functions = (job.step, job.loss, job.schedule, job.optimizer)
     shared = frozenset(member.saved_state.job.shared) if member.saved_state.job is not None else frozenset()
@@ -65,8 +69,8 @@ def _kind(member: Member) -> Hashable:
     )
 
 
-def _try(member: Member) -> dict[str, str]:
-    """Train a copy for two steps, see what cannot be saved, and restore everything."""
+def _try_steps(member: Member) -> dict[str, str]:
+    """Train a copy for two steps, return the state that cannot be saved, and restore everything."""
     job, keeper = member.job, member.saved_state.job
     assert keeper is not None
     with preserved(state_roots(job, member.model), skip=member.model) as state:
@@ -86,6 +90,6 @@ def _try(member: Member) -> dict[str, str]:
                     begin()
                     unit._batch(feed)
             scratch.saved_state.capture()
-        except Exception:  # it will say so itself when it trains
+        except Exception:  # training will raise and report the same error
             return {}
     return scratch.saved_state.problems

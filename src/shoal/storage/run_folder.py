@@ -33,11 +33,11 @@ from shoal.storage._jobdiff import compare, extension, remarks
 from shoal.storage._result_files import VERSION, read_file, write_results
 from shoal.storage.jobtable import ADDED, CODE, WEIGHTS, JobTable, describe_functions, without_network
 from shoal.storage.lock import Lock
-from shoal.storage.lost_state import in_words, lost_state
+from shoal.storage.lost_state import describe_lost_state, lost_state
 from shoal.utils.tables import say
 
-_left: dict[tuple[Path, str], dict[str, Any]] = {}
-"""(folder, job) -> a description of its functions when a run in this process ended: closures may have changed."""
+_left_functions: dict[tuple[Path, str], dict[str, Any]] = {}
+"""(folder, job) -> a description of the job's functions after a run in this process: closures may have changed."""
 FOLDERS = ("members", "history", "weights")
 OTHER_WEIGHTS = "other initial weights (was the seed or the factory changed?)"
 
@@ -65,7 +65,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, passing: bool = False) -> None:
-        """`passing`: a temporary folder. Members that have ended are not saved in it: the run has them in memory."""
+        """Open the folder; with `passing` it is temporary and does not save ended members, which the run has in
+        memory."""
         self.path, self.passing = path, passing
         if importlib.util.find_spec("safetensors") is None:
             raise ImportError("out= writes weights with safetensors: pip install safetensors")
@@ -94,7 +95,7 @@ class RunFolder:
         """Wait until everything is written, and release the folder."""
         self._checkpoints.wait()
         try:
-            self._leave()
+            self._remember_functions()
         finally:
             self._lock.release()
 
@@ -107,20 +108,20 @@ class RunFolder:
         extends: bool = False,
         changed: Collection[str] = (),
     ) -> bool:
-        """Lock the folder and store the jobs in it, before the first step; whether it has them from an earlier run.
+        """Lock the folder, store the jobs in it, and return whether it has them from an earlier run.
 
         Args:
             members: Built jobs.
-            also: More settings to compare, such as those of a split.
-            grows: More jobs may come later, by `add`; the folder may have only the first of these.
-            extends: Jobs may be new, or longer than before. A member's index becomes its place in the folder.
-            changed: Names of jobs whose settings the run itself changed: they are not compared.
+            also: Further settings to compare, such as those of a split.
+            grows: More jobs may be added later by `add`; the folder may have only the first of these.
+            extends: Jobs may be new, or longer than before. A member's index becomes its index in the folder.
+            changed: Names of jobs whose settings the run itself changed, which are not compared.
 
-        OutError where it holds other jobs or other files, is in use or damaged, or cannot be written.
+        Raises an OutError if the folder holds other jobs or files, is in use or damaged, or cannot be written.
         """
         self.grows, self._extends = grows, extends
         table = JobTable.of(members, also, names_only=self.passing)
-        if not self._is_run():
+        if not self._is_run_folder():
             raise OutError(
                 f"out={str(self.path)!r} has files in it that are no run of Shoal's; use a new or empty folder"
             )
@@ -138,22 +139,22 @@ class RunFolder:
             self._lock.release()
             raise
 
-    def _is_run(self) -> bool:
-        """Whether the folder is empty or a run folder, even one of a run that was killed early."""
-        held = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set[str]()
-        return held <= {"lock", ".jobs.json.tmp"} or "jobs.json" in held or any(self._saved())
+    def _is_run_folder(self) -> bool:
+        """Return whether the folder is empty or a run folder, even one of a run that was killed early."""
+        entries = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set[str]()
+        return entries <= {"lock", ".jobs.json.tmp"} or "jobs.json" in entries or any(self._saved())
 
     def _saved(self) -> Iterator[Path]:
         return self.path.glob("members/*/*.ckpt")
 
     def _claim(self, members: Sequence[Member], table: JobTable, changed: Collection[str]) -> bool:
-        known = self.path / "jobs.json"
-        held = read_file(known, "or, where the jobs are the same, remove this file: it is written anew")
-        if held is not None:
-            there = JobTable.read(held)
-            longer = self._check(members, there, table, changed)
-            there.lengthen(longer)
-            self._table = there  # whose keys the checkpoints have
+        jobs_file = self.path / "jobs.json"
+        content = read_file(jobs_file, "or, where the jobs are the same, remove this file: it is written anew")
+        if content is not None:
+            stored_table = JobTable.read(content)
+            longer = self._check(members, stored_table, table, changed)
+            stored_table.lengthen(longer)
+            self._table = stored_table  # the checkpoints have its keys
             self._add(members, table, changed=bool(longer))
         else:
             self._add(members, table)
@@ -164,20 +165,20 @@ class RunFolder:
             atomic.write_text(self.path / folder / "probe", "can it be written?", durable=False)
             (self.path / folder / "probe").unlink()
         atomic.sync_folder(self.path / "members")
-        return held is not None or any(self._saved())
+        return content is not None or any(self._saved())
 
     def add(self, members: Sequence[Member]) -> None:
-        """Store jobs that are added to a run under way, before their first step."""
-        self._write_down(members, JobTable.of(members, names_only=self.passing))
+        """Store jobs that are added to a running run, before their first step."""
+        self._store_jobs(members, JobTable.of(members, names_only=self.passing))
 
-    def _write_down(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
+    def _store_jobs(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
         try:
             self._add(members, table, changed=changed)
         except OSError as error:
             raise OutError(f"out={str(self.path)!r}: jobs.json cannot be written ({_reason(error)})") from None
 
     def place_of(self, name: str) -> int:
-        """The place of a job of this name in the folder, or the next free one."""
+        """Return the index in the folder of the job of this name, or the next free index."""
         names = [job["name"] for job in self._table.jobs]
         return names.index(name) if name in names else len(names)
 
@@ -185,16 +186,16 @@ class RunFolder:
         return bool(self._checkpoints.of(self.place_of(name)))
 
     def join(self, member: Member) -> bool:
-        """Store a job that is added to a live run, or restore it if the folder has it; whether it was restored.
+        """Store a job that is added to a live run, or restore it if the folder has it; return whether it was restored.
 
-        Only settings are compared: a clone has its code and weights from another job.
+        Only settings are compared, since a clone has its code and weights from another job.
         """
         table = JobTable.of([member], {ADDED: True}, names_only=True)
-        seen = compare(self._table, table, extends=True, part=True)
-        if seen.lines:
-            raise OutError(f"out={str(self.path)!r}: {'; '.join(seen.lines)}; add it as it was, or under another name")
-        self._table.lengthen(seen.longer)
-        self._write_down([member], table, changed=bool(seen.longer))
+        diff = compare(self._table, table, extends=True, part=True)
+        if diff.lines:
+            raise OutError(f"out={str(self.path)!r}: {'; '.join(diff.lines)}; add it as it was, or under another name")
+        self._table.lengthen(diff.longer)
+        self._store_jobs([member], table, changed=bool(diff.longer))
         self.reopen()
         if not (restored := self.restore(member)):
             self.save_many([member])  # a clone's initial state cannot be built again
@@ -205,51 +206,51 @@ class RunFolder:
             atomic.write_sealed(self.path / "jobs.json", {"version": VERSION, **self._table.to_json()})
         keys = dict(zip((job["name"] for job in self._table.jobs), self._table.keys(), strict=True))
         if self._extends:
-            places = {name: place for place, name in enumerate(keys)}
+            index_of = {name: index for index, name in enumerate(keys)}
             for member in members:
-                member.index = places[member.name]
+                member.index = index_of[member.name]
         self._jobs |= {member.index: keys[member.name] for member in members}
         self._claimed += members
 
     def _check(
         self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]
     ) -> dict[str, dict[str, Any]]:
-        """Raise OutError where the folder holds other jobs, warn about what cannot be compared, and return the jobs
-        that have more epochs or steps than before."""
+        """Raise an OutError if the folder holds other jobs, warn of what cannot be compared, and return the longer
+        jobs."""
         self._recognize(held, here)
-        seen = compare(held, here, grows=self.grows, extends=self._extends, changed=changed)
-        unstable = [m.name for m in members if m.name in seen.other_weights and _draws_elsewhere(m, here)]
-        other = [name for name in seen.other_weights if name not in unstable]
-        lines = [*seen.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in other)]
+        diff = compare(held, here, grows=self.grows, extends=self._extends, changed=changed)
+        unstable = [m.name for m in members if m.name in diff.other_weights and _draws_elsewhere(m, here)]
+        other_weights = [name for name in diff.other_weights if name not in unstable]
+        lines = [*diff.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in other_weights)]
         if lines:
             more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
             raise OutError(
                 f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
                 "use another folder, or remove this one"
             )
-        for text in remarks(seen, unstable, held, here):
+        for text in remarks(diff, unstable, held, here):
             warn(f"out={str(self.path)!r}: {text}")
-        if self._extends and (new := extension(seen, held)):
+        if self._extends and (new := extension(diff, held)):
             say(f"out={str(self.path)!r}: {new}; the rest continues as it was")
-        return seen.longer
+        return diff.longer
 
     def _recognize(self, held: JobTable, here: JobTable) -> None:
         """Accept functions whose closures an earlier run of this process in this folder has changed."""
         known = {job["name"]: job for job in held.jobs}
         for job in here.jobs:
-            left = _left.get((self.path.resolve(), job["name"]))
+            left = _left_functions.get((self.path.resolve(), job["name"]))
             if left is not None and left == without_network(here.code(job)) and CODE in known.get(job["name"], {}):
                 here.take_functions(job, held, known[job["name"]])
 
-    def _leave(self) -> None:
+    def _remember_functions(self) -> None:
         """Remember the jobs' functions as training left them, for a later run of this process in this folder."""
         for member in self._claimed:
             if member.saved_state.job is not None and not self.passing:
-                _left[self.path.resolve(), member.name] = describe_functions(member)
+                _left_functions[self.path.resolve(), member.name] = describe_functions(member)
         self._claimed = []
 
     def plan(self) -> dict[str, Any] | None:
-        """The saved plan; None where there is none. DamagedError where the file has changed."""
+        """Return the saved plan, or None if there is none. Raises a DamagedError if the file has changed."""
         fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
         content = read_file(self.path / "plan.json", fix)
         return None if content is None else content["plan"]
@@ -267,23 +268,23 @@ class RunFolder:
         return self._checkpoints.busy
 
     def save(self, member: Saved) -> bool:
-        """Write a member's checkpoint and history, and wait for the disk; whether that succeeded."""
+        """Write a member's checkpoint and history, wait for the disk, and return whether that succeeded."""
         self.save_many([member])
         return self.flush() and member.index not in self._not_storable
 
     def save_many(self, members: Sequence[Saved]) -> None:
         """Copy members' states and write them in the background; `flush` waits for it.
 
-        If writing fails (a full disk), the previous checkpoints stay and one warning says so. A member whose state
-        cannot be stored at all starts from its beginning after a kill, and one warning says so.
+        If writing fails (a full disk), the previous checkpoints stay. A member whose state cannot be stored at all
+        starts again from its beginning after a kill. One warning tells of each.
         """
-        copies, odd = list[Copy](), dict[str, str]()
+        copies, reasons = list[Copy](), dict[str, str]()
         for member in {member.index: member for member in members}.values():
             try:
                 copies.append(self._copy(member))
             except NotStorable as error:
                 if member.index not in self._not_storable:
-                    odd[member.name] = str(error)
+                    reasons[member.name] = str(error)
                 self._not_storable.add(member.index)
         self._checkpoints.wait()
         self._report_failures()
@@ -291,13 +292,13 @@ class RunFolder:
         self._warn_of(
             {m.name: m.saved_state.problems for m in members if isinstance(m, Member) and m.saved_state.problems}
         )
-        if odd:
-            name, why = next(iter(odd.items()))
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        if reasons:
+            name, why = next(iter(reasons.items()))
+            more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             warn(f"job {name!r}{more} is not checkpointed: {why}; after a kill it starts again from its beginning")
 
     def warn_of_lost_state(self, members: Sequence[Member]) -> None:
-        """Warn, before the first step, about state that jobs change and checkpoints cannot hold."""
+        """Warn, before the first step, about state that jobs change and checkpoints cannot contain."""
         self._warn_of(lost_state(members))
 
     def _warn_of(self, lost: dict[str, dict[str, str]]) -> None:
@@ -305,7 +306,7 @@ class RunFolder:
         self._lossy |= lost.keys()
         if lost and not self.passing:
             what = "a resumed run finds it as it is at the beginning, and ends with other weights"
-            warn(f"out={str(self.path)!r}: {in_words(lost, what)}")
+            warn(f"out={str(self.path)!r}: {describe_lost_state(lost, what)}")
 
     def _copy(self, member: Saved) -> Copy:
         state = dict(member.state())
@@ -316,12 +317,12 @@ class RunFolder:
         return Copy(member.index, frozen, self._jobs.get(member.index, ""), self._histories.view(member.index))
 
     def flush(self) -> bool:
-        """Wait until all checkpoints are on the disk; whether that succeeded."""
+        """Wait until all checkpoints are on the disk, and return whether that succeeded."""
         self._checkpoints.wait()
         return not self._report_failures()
 
     def _report_failures(self) -> bool:
-        """Whether writing failed since the last call; the first failure is a warning."""
+        """Return whether writing failed since the last call, and warn of the first failure."""
         errors, self._checkpoints.errors = self._checkpoints.errors, []
         if errors and not self._reported_failure:
             self._reported_failure = True
@@ -332,14 +333,11 @@ class RunFolder:
         return bool(errors)
 
     def restore(self, member: Saved) -> bool:
-        """Load a member's newest undamaged checkpoint; False where there is none.
-
-        For damaged checkpoints there is a warning, and the one before is used.
-        """
-        state, path, wrong = self._checkpoints.newest(member.index, self._jobs.get(member.index, ""))
-        if wrong:
+        """Load a member's newest undamaged checkpoint, warn of damaged ones, and return whether there was one."""
+        state, path, problems = self._checkpoints.newest(member.index, self._jobs.get(member.index, ""))
+        if problems:
             then = f"resuming from {path.name}" if path is not None else "it starts again from its beginning"
-            warn(f"job {member.name!r}: {'; '.join(wrong)}; {then}")
+            warn(f"job {member.name!r}: {'; '.join(problems)}; {then}")
         if path is None:
             return False
         if isinstance(state.get("history"), bytes):
@@ -362,7 +360,7 @@ class RunFolder:
         (self.path / "results.json").unlink(missing_ok=True)
 
     def finish(self, results: Results) -> None:
-        """Write the results; OutError where that fails. The checkpoints are kept, so the same run can resume."""
+        """Write the results, or raise an OutError. The checkpoints stay, so that the same run can resume."""
         self._checkpoints.wait()
         try:
             for folder in FOLDERS:
@@ -375,20 +373,20 @@ class RunFolder:
             ) from None
 
     def _in_order(self, results: Results) -> Results:
-        """The results in the order of the folder's jobs."""
-        places = {job["name"]: place for place, job in enumerate(self._table.jobs)}
-        return Results(sorted(results, key=lambda result: places.get(result.name, len(places))))
+        """Return the results in the order of the folder's jobs."""
+        index_of = {job["name"]: index for index, job in enumerate(self._table.jobs)}
+        return Results(sorted(results, key=lambda result: index_of.get(result.name, len(index_of))))
 
 
 def _draws_elsewhere(member: Member, table: JobTable) -> bool:
-    """Whether a job's factory gives other weights on each call, drawn from a generator that the seed does not set."""
+    """Return whether a job's factory draws weights from a generator that the seed does not set."""
     job = next(job for job in table.jobs if job["name"] == member.name)
     try:
         with seeded(member.job.seed, member.device):
-            again = describe_weights(build_model(member.job))
+            weights = describe_weights(build_model(member.job))
     except Exception:
         return False
-    return compare_weights(table.parts[job[WEIGHTS]], again) != "same"
+    return compare_weights(table.parts[job[WEIGHTS]], weights) != "same"
 
 
 def _reason(error: Exception) -> str:
@@ -396,5 +394,5 @@ def _reason(error: Exception) -> str:
 
 
 def warn(text: str) -> None:
-    """Warn in one line."""
+    """Issue a one-line ShoalWarning."""
     warnings.warn(text, ShoalWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""The batches of a user's own loop, as members and stacks get them, and the losses they give."""
+"""The batches of a user's own loop as members and stacks read them, and the losses that result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shoal.engine.tiers.unit import member_output
 from shoal.errors import MemberError
 
 LoopUnit = GivenBatchesStack | SerialUnit
-"""How members of a user's own loop run."""
+"""What runs the members of a user's own loop."""
 Losses = list[tuple[list[int], Tensor]]
-"""Ids of members with their losses, unit by unit."""
+"""The ids of members with their losses, for each unit."""
 
 
 class FixedBatchSource(Source):
-    """A member's data in a user's own loop: one row, which is the whole batch of the step."""
+    """A member's data in a user's own loop: one row, which is the entire batch of the step."""
 
     length = 1
 
@@ -46,58 +46,59 @@ class FixedBatchSource(Source):
 
 
 class Batches:
-    """One step's batch, as each unit and each member sees it."""
+    """The batch of one step, as each unit and each member sees it."""
 
     def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, per_member: bool, ids: Sequence[int]) -> None:
-        """`ids`: the members that take the step, in the order of the member axis."""
+        """Store the batch; `ids` are the members that take the step, in the order of the member axis."""
         self.leaves, self.spec, self.per_member = leaves, spec, per_member
-        self.places = {id: place for place, id in enumerate(ids)}
+        self.places = {id: index for index, id in enumerate(ids)}
+        """The index of each member on the member axis."""
         flat = spec.type is tuple and spec.num_nodes == len(leaves) + 1
         folded = len(leaves) if flat else repr(spec)
         self.key: Hashable = (per_member, folded, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
-        """Batches with equal keys have one trace."""
+        """A key that is equal for batches which share a trace."""
 
     def of(self, member: Member) -> Any:
-        """One member's batch."""
+        """Return one member's batch."""
         leaves = [leaf[self.places[member.index]] for leaf in self.leaves] if self.per_member else self.leaves
         return pytree.tree_unflatten(leaves, self.spec)
 
     def give(self, member: Member) -> None:
-        """Put a member's batch where it reads its data."""
+        """Store a member's batch where the member reads its data."""
         assert isinstance(member.data.source, FixedBatchSource)
         member.data.source.batch = self.of(member)
 
     def rows(self, unit: GivenBatchesStack) -> list[Tensor]:
-        """The batch for the rows of a stack."""
-        places = [self.places[unit.members[slot].index] for slot in unit.stack.rows]
-        if not self.per_member or places == list(range(len(self.places))):
+        """Return the batch for the rows of a stack."""
+        indices = [self.places[unit.members[slot].index] for slot in unit.stack.rows]
+        if not self.per_member or indices == list(range(len(self.places))):
             return self.leaves
-        return [leaf[places] for leaf in self.leaves]
+        return [leaf[indices] for leaf in self.leaves]
 
     def shapes(self) -> str:
-        """The shapes, for a message."""
+        """Return the shapes as text, for a message."""
         return ", ".join(str(list(leaf.shape)) for leaf in self.leaves)
 
 
-def asked_ids(members: Sequence[int], known: Sequence[int]) -> list[int]:
-    """The ids that the user asked for, in the order given.
+def check_ids(members: Sequence[int], known: Sequence[int]) -> list[int]:
+    """Return the ids that the user asked for, in the given order.
 
     Raises:
-        KeyError: when there is no such member.
-        ValueError: when one is named twice.
+        KeyError: If there is no such member.
+        ValueError: If an id is given twice.
     """
-    asked = list(members)
-    unknown = [id for id in asked if id not in known]
+    ids = list(members)
+    unknown = [id for id in ids if id not in known]
     if unknown:
         raise KeyError(f"no member {unknown[0]!r} in this pack; it has {', '.join(map(str, known)) or 'none'}")
-    if len(set(asked)) < len(asked):
-        twice = next(id for id in asked if asked.count(id) > 1)
-        raise ValueError(f"members has {twice} more than once; a member takes one step: name it once")
-    return asked
+    if len(set(ids)) < len(ids):
+        repeated = next(id for id in ids if ids.count(id) > 1)
+        raise ValueError(f"members has {repeated} more than once; a member takes one step: name it once")
+    return ids
 
 
 def in_order(losses: Losses, ids: Sequence[int], device: torch.device) -> Tensor:
-    """The losses as one tensor in the order of `ids`; NaN for members that have none."""
+    """Return the losses as one tensor in the order of `ids`, with NaN for members that have none."""
     if len(losses) == 1 and losses[0][0] == ids:
         return losses[0][1]
     by_id = {id: loss for part, values in losses for id, loss in zip(part, values, strict=True)}
@@ -107,7 +108,7 @@ def in_order(losses: Losses, ids: Sequence[int], device: torch.device) -> Tensor
 
 
 def step_alone(unit: SerialUnit, batches: Batches) -> tuple[Losses, dict[int, Exception]]:
-    """A serial member's step, for which its batch is an epoch of one: its loss, and what it raised."""
+    """Step a serial member, for which the batch is an epoch of one, and return its loss and any error."""
     batches.give(unit.member)
     unit.begin_epoch(torch.zeros(1, 1, dtype=torch.int64))
     id = unit.member.index
@@ -123,10 +124,10 @@ def step_alone(unit: SerialUnit, batches: Batches) -> tuple[Losses, dict[int, Ex
 
 
 def stacked_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Weights and buffers of networks by name, [M, ...].
+    """Return the weights and buffers of networks by name, [M, ...].
 
     Raises:
-        ValueError: when the networks have different ones.
+        ValueError: If they differ in name or shape.
     """
     states = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
     shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in states]
@@ -136,10 +137,10 @@ def stacked_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def outputs_of(members: Sequence[Member], inputs: Any) -> Any:
-    """Eval-mode outputs of members that were written back, [M, ...]."""
-    with ExitStack() as inside:
+    """Return the eval-mode outputs of members that were written back, [M, ...]."""
+    with ExitStack() as contexts:
         for member in members:
-            inside.enter_context(with_evaluation_weights(member))
+            contexts.enter_context(with_evaluation_weights(member))
         if len({member.job.precision for member in members}) == 1:
             return Forward([member.model for member in members], members[0].job.precision)(inputs)
         return joined([member_output(Forward([m.model], m.job.precision)(inputs), 0) for m in members])

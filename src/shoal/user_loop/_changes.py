@@ -1,4 +1,4 @@
-"""In a user's own loop anything may change between two steps: before each, what the members' steps read is compared."""
+"""Detect changes between two steps of a user's own loop, by comparing what the members' steps read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shoal.user_loop._batches import LoopUnit
 
 
 class LoopChanges:
-    """What the steps of a pack's members read besides their weights and batches."""
+    """Watches what the steps of a pack's members read besides their weights and batches."""
 
     def __init__(self, trace_cache: TraceCache) -> None:
         self._trace_cache = trace_cache
         self._watch = Watch()
         self._log = ChangeLog()
         self._unstacked: dict[int, str] = {}
-        """Members for which it changes too often, and what it is."""
+        """Members that are not stacked because something they read changes too often, with the reason."""
 
     def group(self, members: Sequence[Member]) -> list[Group]:
-        """Group members by what they compute now, and watch from here on what their steps read."""
+        """Group members by their current computation, and start watching what their steps read."""
         steady = [member for member in members if member.index not in self._unstacked]
         for member in steady:
             job = member.job
@@ -34,11 +34,11 @@ class LoopChanges:
         return groups + [Group([member], reason=self._unstacked[member.index]) for member in changing]
 
     def drop(self, *ids: int) -> None:
-        """Forget members that have left."""
+        """Stop watching members that have left."""
         self._watch.drop(ids)
 
     def stale(self, units: Sequence[LoopUnit]) -> list[GivenBatchesStack]:
-        """Stacks whose members' steps would now do something else than what was recorded."""
+        """Return the stacks whose members' steps would now differ from what was traced."""
         changes = self._watch.changes()
         if not changes:
             return []

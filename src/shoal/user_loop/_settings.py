@@ -1,4 +1,4 @@
-"""From what `shoal.Pack` is given to members: settings that are one for all or one each, and a copied network."""
+"""Turn the arguments of `shoal.Pack` into members: settings for all or for each member, and a copied network."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shoal.preparation.checks import field_problems, optimizer_problems
 from shoal.utils.numpy_values import plain_int
 
 ENDLESS = 2**62
-"""Steps of a job whose length is its user's loop."""
+"""The number of steps of a job whose length is decided by the user's loop."""
 
 
 Settings = dict[str, Any]
-"""What `Pack` takes for its members by name, each setting one for all or a list with one for each."""
+"""Arguments of `Pack` for its members by name; each is one value for all, or a list with one value for each."""
 
 
 def settings_of_each(given: Settings, models: Any) -> list[Settings]:
-    """Every member's own settings.
+    """Return every member's own settings.
 
     Raises:
-        JobError: with a line for each list of the wrong length.
+        JobError: With a line for each list of the wrong length.
     """
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise JobError("models is a single network; pass a list of them")
@@ -43,56 +43,58 @@ def settings_of_each(given: Settings, models: Any) -> list[Settings]:
     lines = [
         f"{name} has {len(value)} entries for {count} models; pass one for each, or one for all"
         for name, value in given.items()
-        if _each(value) and len(value) != count
+        if _is_per_member(value) and len(value) != count
     ]
-    if given["seeds"] is not None and not _each(given["seeds"]):
+    if given["seeds"] is not None and not _is_per_member(given["seeds"]):
         lines.append(f"seeds is {given['seeds']!r}; pass a whole number for each model")
     if lines:
         raise JobError(*lines)
-    return [{name: value[i] if _each(value) else value for name, value in given.items()} for i in range(count)]
+    return [{name: value[i] if _is_per_member(value) else value for name, value in given.items()} for i in range(count)]
 
 
 def settings_of_new_member(shared: Settings, given: Settings) -> Settings:
-    """The settings of a member that joins later."""
+    """Return the settings of a member that is added later."""
     unknown = sorted(set(given) - set(shared))
     if unknown:
         raise TypeError(
             f"add() takes no {unknown[0]!r}; it takes {', '.join(n for n in shared if n != 'seeds')} and seed"
         )
-    missing = [name for name, value in shared.items() if name not in given and _each(value)]
+    missing = [name for name, value in shared.items() if name not in given and _is_per_member(value)]
     if missing:
         raise JobError(f"{missing[0]} was given one for each member; give the new member's too: {missing[0]}=...")
     return shared | given
 
 
-def _each(value: Any) -> bool:
-    """Whether a setting is one for each member."""
+def _is_per_member(value: Any) -> bool:
+    """Return whether a setting is a list with one value for each member."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def make_member(model: nn.Module, id: int, data: View, device: torch.device, settings: dict[str, Any]) -> Member:
-    """A member with a copy of this network.
+    """Return a member with a copy of this network.
 
     Raises:
-        JobError: with a line for each setting that cannot be.
+        JobError: With a line for each invalid setting.
     """
     name = f"member {id}"
     if not isinstance(model, nn.Module):
         raise JobError(f"{name}: the model is a {type(model).__name__}; pass an nn.Module")
-    given = dict(settings)
-    seed = plain_int(given.pop("seeds"))
+    job_settings = dict(settings)
+    seed = plain_int(job_settings.pop("seeds"))
     seed = id if seed is None else seed
     try:
-        job = Job(**given, seed=seed, model=model, data=data, batch_size=1, steps=ENDLESS, shuffle=False)
+        job = Job(**job_settings, seed=seed, model=model, data=data, batch_size=1, steps=ENDLESS, shuffle=False)
     except JobError as error:
         raise JobError(*(line.replace("job: ", f"{name}: ", 1) for line in error.lines)) from None
     rng = torch.Generator().manual_seed(seed)
     try:
-        twin = build_model(job).to(device)
+        copied_model = build_model(job).to(device)
     except JobError as error:
-        said = [line.partition("; pass a function")[0] for line in error.lines]
-        raise JobError(*(f"{name}: {line}; set it in params=, which is given the copy" for line in said)) from None
-    member = Member(job, id, name, device, twin, rng, torch.Generator(), data)
+        lines_without_fix = [line.partition("; pass a function")[0] for line in error.lines]
+        raise JobError(
+            *(f"{name}: {line}; set it in params=, which is given the copy" for line in lines_without_fix)
+        ) from None
+    member = Member(job, id, name, device, copied_model, rng, torch.Generator(), data)
     member.enter_train_mode()
     lines = field_problems(job) or [line for line in optimizer_problems(member) if "needs a watched value" not in line]
     if lines:
@@ -104,7 +106,7 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
 def refill(
     member: Member, state_dict: Mapping[str, Any], optimizer_state: Mapping[str, Any] | None, seed: int | None
 ) -> None:
-    """Make a member's own network and optimizer state these; one that had stopped runs again."""
+    """Replace a member's weights and optimizer state; a member that had stopped runs again."""
     member.model.load_state_dict(state_dict)
     member.optimizer_state = {} if optimizer_state is None else dict(optimizer_state)
     member.status, member.error = "running", None
@@ -117,7 +119,7 @@ def refill(
 
 
 def device_of(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:
-    """Where these networks train: as asked for, or where the first of them is."""
+    """Return the requested device, or the device of the first network."""
     from shoal.settings import pick_device
 
     if device is not None:

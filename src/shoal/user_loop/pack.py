@@ -1,4 +1,4 @@
-"""`shoal.Pack`: many networks in the user's own training loop, stepped together."""
+"""`shoal.Pack`, which steps many networks together in the user's own training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.engine.tiers.unit import Unlike
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.user_loop import _batches
-from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, asked_ids, in_order, step_alone
+from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, check_ids, in_order, step_alone
 from shoal.user_loop._changes import LoopChanges
 from shoal.user_loop._settings import device_of, make_member, refill, settings_of_each, settings_of_new_member
 from shoal.utils.torch_flags import training_mode
@@ -35,26 +35,26 @@ UNDECIDED = ("", "decided at its first step")
 
 
 class Pack:
-    """Many networks that train together in your own loop: you bring the batches, one `step` takes all members further.
+    """Many networks that train together in your own loop: you supply the batches, and `step` trains all members.
 
-    One step is what the plain loop does for each member: zero_grad, forward, backward, clip, optimizer step, schedule
-    step. Members that are one computation are stacked, the others run one after another; `tiers` says which and why.
-    Every setting but `models`, `device` and `seeds` is one for all members, or a list with one for each.
+    One step does for each member what a plain loop does: zero_grad, forward, backward, clip, optimizer step, schedule
+    step. Members with the same computation are stacked, the others run one after another; `tiers` says which and why.
+    Every setting but `models`, `device` and `seeds` is one value for all members, or a list with one value for each.
 
     Args:
         models: The networks. They are copied, never trained in place.
         optimizer: Any torch.optim.Optimizer class.
         hparams: Keyword arguments of the optimizer.
-        loss: The step is loss(model(*inputs), target). Either this or `step`.
-        step: The member's own step, (model, batch) -> loss; the batch is what `Pack.step` is given.
-        params: From a model to what the optimizer takes as params; None: model.parameters().
+        loss: The loss function; the step is then loss(model(*inputs), target). Set either this or `step`.
+        step: The member's own step, (model, batch) -> loss; the batch is the argument of `Pack.step`.
+        params: A function from a model to the optimizer's params; None means model.parameters().
         clip_norm: Scale each member's gradients down to at most this norm.
         clip_value: Clip each element of each member's gradients to at most this absolute value.
         precision: None, "bf16" or "fp16", as in a job.
-        schedule: step -> factor, or optimizer -> torch lr_scheduler; it moves on after every step.
-        device: Where to train; None: where the first model is.
-        seeds: A seed for each member's random draws (dropout and the like), which are those of a plain loop after
-            torch.manual_seed(seed). None: each member's id.
+        schedule: step -> factor, or optimizer -> torch lr_scheduler; it is stepped after every step.
+        device: Where to train; None means the device of the first model.
+        seeds: A seed for each member's random draws (such as dropout), which are those of a plain loop after
+            torch.manual_seed(seed). None means each member's id.
 
     Examples:
         >>> pack = Pack([nn.Linear(2, 1), nn.Linear(2, 1)], hparams=[{"lr": 0.1}, {"lr": 0.2}], loss=nn.MSELoss())
@@ -96,7 +96,7 @@ class Pack:
         lines: list[str] = []
         for model, settings in zip(models, chosen, strict=True):
             try:
-                self._enter(model, settings)
+                self._add_member(model, settings)
             except JobError as error:
                 lines += error.lines
                 self._next += 1
@@ -114,12 +114,12 @@ class Pack:
 
     @property
     def ids(self) -> list[int]:
-        """The members' ids, in the order of losses and outputs. An id stays its member's, and is not used again."""
+        """The members' ids, in the order of losses and outputs. An id is never used for another member."""
         return list(self._members)
 
     @property
     def tiers(self) -> dict[int, tuple[str, str]]:
-        """id -> (tier, why). A member's tier is decided when it first sees a batch."""
+        """id -> (tier, reason). A member's tier is decided when it first sees a batch."""
         return {id: self._tiers.get(id, UNDECIDED) for id in self._members}
 
     @property
@@ -129,18 +129,18 @@ class Pack:
 
     @property
     def errors(self) -> dict[int, str]:
-        """id -> why a member has stopped, for those that have."""
+        """id -> why a member has stopped, for members that have."""
         return {id: member.error for id, member in self._members.items() if member.error is not None}
 
     def add(self, model: nn.Module, *, seed: int | None = None, **settings: Any) -> int:
-        """Take in a copy of one more network, which begins at the next step; its id.
+        """Add a copy of a network, which begins at the next step, and return its id.
 
-        Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, clip_value, schedule. What is
-        left out is as for all members; a setting that was given one for each member must be given here too.
+        Settings are those of `Pack`: hparams, optimizer, loss, step, params, clip_norm, clip_value, schedule. They
+        default to the setting for all members; a setting that was given as a list must be given here too.
         """
-        return self._enter(model, settings_of_new_member({**self._settings, "seeds": seed}, settings))
+        return self._add_member(model, settings_of_new_member({**self._settings, "seeds": seed}, settings))
 
-    def _enter(self, model: nn.Module, settings: dict[str, Any]) -> int:
+    def _add_member(self, model: nn.Module, settings: dict[str, Any]) -> int:
         id, data = self._next, View(FixedBatchSource(self.device))
         self._members[id] = make_member(model, id, data, self.device, settings)
         self._waiting.append(id)
@@ -150,9 +150,9 @@ class Pack:
     def remove(self, id: int) -> nn.Module:
         """Remove a member and return its network as trained so far. The others continue unchanged."""
         model = self.member(id)
-        place = self._unit_of(id)
-        if place is not None:
-            self._drop(place[0], [place[1]])
+        unit_and_slot = self._unit_of(id)
+        if unit_and_slot is not None:
+            self._drop(unit_and_slot[0], [unit_and_slot[1]])
         self._waiting = [waiting for waiting in self._waiting if waiting != id]
         del self._members[id]
         self._changes.drop(id)
@@ -160,20 +160,20 @@ class Pack:
         return model
 
     def member(self, id: int) -> nn.Module:
-        """A copy of a member's network as it is now: the class it came as, in train mode, on the pack's device."""
+        """Return a copy of a member's current network: of its original class, in train mode, on the pack's device."""
         return copy.deepcopy(self._written(id).model)
 
     def stacked_state(self) -> dict[str, Tensor]:
-        """A copy of all members' weights and buffers by name, [M, ...], in the order of `ids`."""
-        stack = self._whole_stack()
+        """Return a copy of all members' weights and buffers by name, [M, ...], in the order of `ids`."""
+        stack = self._stack_of_all()
         if stack is not None:
             return stack.stacked_state()
         return _batches.stacked_state([self._written(id).model for id in self.ids])
 
     def optimizer_state(self, id: int) -> dict[str, Any]:
-        """A copy of a member's optimizer state, as from the optimizer's own state_dict()."""
+        """Return a copy of a member's optimizer state, in the form of the optimizer's own state_dict()."""
         member = self._written(id)
-        if not member.optimizer_state:  # it has not stepped yet
+        if not member.optimizer_state:  # the member has not stepped yet
             with draws(member, keep=False):
                 return SerialUnit(member).optimizer.state_dict()
         return copy.deepcopy(member.optimizer_state)
@@ -187,20 +187,20 @@ class Pack:
         step: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """Give a member other weights of the same shapes, in place: nothing is traced or built again.
+        """Replace a member's weights in place by others of the same shapes; nothing is traced or built again.
 
         Args:
-            id: Whose. One that had stopped is running again.
+            id: The member. A member that had stopped runs again.
             state_dict: As `model.load_state_dict` takes it.
-            optimizer_state: As from the optimizer's own state_dict(); None: it starts with none.
-            step: Its schedule, a function of the step, continues as after so many steps; None: from where it is.
-            seed: Its random draws begin again, from this seed; None: they continue.
+            optimizer_state: As from the optimizer's own state_dict(); None means a fresh state.
+            step: Continue its schedule, a function of the step, as after this many steps; None leaves it.
+            seed: Restart its random draws from this seed; None continues them.
         """
-        asked_ids([id], self.ids)
+        check_ids([id], self.ids)
         refill(self._members[id], state_dict, optimizer_state, seed)
-        place = self._unit_of(id)
-        if place is not None:
-            place[0].load(place[1], step)
+        unit_and_slot = self._unit_of(id)
+        if unit_and_slot is not None:
+            unit_and_slot[0].load(unit_and_slot[1], step)
             return
         if id not in self._waiting:
             self._waiting.append(id)
@@ -208,61 +208,61 @@ class Pack:
             self._begins[id] = step
 
     def _unit_of(self, id: int) -> tuple[LoopUnit, int] | None:
-        """The unit that has a member, and its slot there."""
-        places = (
+        """Return the unit that has a member, and the member's slot in it."""
+        matches = (
             (unit, slot) for unit in self._units for slot, member in enumerate(unit.members) if member.index == id
         )
-        return next(places, None)
+        return next(matches, None)
 
     def _written(self, id: int) -> Member:
-        """The member, with its weights and optimizer state written into its own model."""
-        asked_ids([id], self.ids)
-        place = self._unit_of(id)
-        if place is not None:
-            place[0].write_back([place[1]])
+        """Return the member, with its weights and optimizer state written into its own model."""
+        check_ids([id], self.ids)
+        unit_and_slot = self._unit_of(id)
+        if unit_and_slot is not None:
+            unit_and_slot[0].write_back([unit_and_slot[1]])
         return self._members[id]
 
     def _drop(self, unit: LoopUnit, slots: Sequence[int]) -> list[LoopUnit]:
-        """Take members out of a unit, with all they have become; the unit that is left, where one is."""
+        """Remove members from a unit after writing back their state, and return the remaining unit, if there is one."""
         unit.write_back(list(slots))
         staying = [slot for slot in range(len(unit.members)) if slot not in slots]
         return self._replace(unit, [unit.keep(staying)] if staying else [])
 
     def _replace(self, unit: LoopUnit, units: Sequence[LoopUnit]) -> list[LoopUnit]:
-        place = self._units.index(unit)
-        self._units[place : place + 1] = units
+        index = self._units.index(unit)
+        self._units[index : index + 1] = units
         return list(units)
 
     # --- one step -------------------------------------------------------------------------------------------------
 
     @training_mode()
     def step(self, *batch: Any, per_member: bool = False, members: Sequence[int] | None = None) -> Tensor:
-        """One training step of every member; their losses [M], in the order of `ids`.
+        """Take one training step of every member, and return their losses [M], in the order of `ids`.
 
-        All members see the same batch, or with `per_member=True` each its own: every tensor then has the member axis
-        first. With `members` only those ids take the step, and losses and batches are in their order.
+        All members see the same batch, or with `per_member=True` each its own, where every tensor has the member axis
+        first. With `members`, only those ids take the step, and losses and batches are in their order.
 
-        A member whose loss is not finite keeps its weights from before and stops; so does one whose own step raises,
-        with a warning. Their losses are NaN from then on. When the batch fails for all members, the error is raised and
+        A member whose loss is not finite keeps its previous weights and stops; so does one whose own step raises, with
+        a warning. Their losses are NaN from then on. If the batch fails for all members, the error is raised and
         nothing has changed.
         """
-        asked = self.ids if members is None else asked_ids(members, self.ids)
-        leaves, spec = self._read(batch, per_member, len(asked))
+        stepping_ids = self.ids if members is None else check_ids(members, self.ids)
+        leaves, spec = self._read(batch, per_member, len(stepping_ids))
         self._look_for_changes()
-        batches = Batches(leaves, spec, per_member, asked)
+        batches = Batches(leaves, spec, per_member, stepping_ids)
         if self._waiting:
-            self._arrange(batches)
+            self._assign_waiting(batches)
         parts, failed = self._step_units(batches)
-        if failed and len(failed) == sum(self._members[id].status == "running" for id in asked):
-            raise next(iter(failed.values()))  # it is the batch, or the loop, and not a member
-        losses = in_order(parts, asked, self.device)
-        self._end_members(losses, failed, asked)
+        if failed and len(failed) == sum(self._members[id].status == "running" for id in stepping_ids):
+            raise next(iter(failed.values()))  # the batch or the loop is at fault
+        losses = in_order(parts, stepping_ids, self.device)
+        self._end_members(losses, failed, stepping_ids)
         return losses
 
     def _step_units(self, batches: Batches) -> tuple[Losses, dict[int, Exception]]:
-        """One step of the members that have a batch: their losses, and by id what some of them raised.
+        """Step the members that have a batch, and return their losses and, by id, the errors that some of them raised.
 
-        Some members of a stack step as a stack of their own.
+        If only some members of a stack step, they step as a separate stack.
         """
         losses: Losses = []
         failed: dict[int, Exception] = {}
@@ -273,8 +273,8 @@ class Pack:
             if not slots:
                 continue
             if isinstance(unit, SerialUnit):
-                own_loss, errors = step_alone(unit, batches)
-                losses += own_loss
+                unit_losses, errors = step_alone(unit, batches)
+                losses += unit_losses
                 failed |= errors
                 continue
             part = unit.part(slots) if len(slots) < len(unit.members) else unit
@@ -287,7 +287,7 @@ class Pack:
                 continue
             except Exception as error:
                 raising = part.raising([batches.of(member) for member in part.members])
-                if not raising:  # their own Python may handle what a stack does not
+                if not raising:  # they may work when they run alone
                     waiting = [*self._dissolve(unit, f"a stacked step raised {describe(error)}"), *waiting]
                 elif len(raising) < len(slots):
                     waiting = [*self._drop(unit, [slots[slot] for slot in raising]), *waiting]
@@ -315,8 +315,8 @@ class Pack:
             raise ValueError("the batch is empty; pass step(inputs, targets)")
         return [leaf.to(self.device) for leaf in leaves], spec
 
-    def _arrange(self, batches: Batches) -> None:
-        """Place waiting members: in a stack that computes the same, in a new one, or alone."""
+    def _assign_waiting(self, batches: Batches) -> None:
+        """Assign waiting members to a stack with the same computation, to a new stack, or to run alone."""
         members = [self._members[id] for id in self._waiting if id in batches.places]
         for member in members:
             batches.give(member)
@@ -333,12 +333,12 @@ class Pack:
                 self._tiers[member.index] = ("stacked" if candidates.stackable else "serial", reason)
         self._waiting = [id for id in self._waiting if id not in batches.places]
         for member in members:
-            place = self._unit_of(member.index)
-            if member.index in self._begins and place is not None:
-                place[0].load(place[1], self._begins.pop(member.index))
+            unit_and_slot = self._unit_of(member.index)
+            if member.index in self._begins and unit_and_slot is not None:
+                unit_and_slot[0].load(unit_and_slot[1], self._begins.pop(member.index))
 
     def _look_for_changes(self) -> None:
-        """Where something that members' steps read has changed, make them wait for a new place."""
+        """Make members wait for a new assignment if something that their steps read has changed."""
         for unit in self._changes.stale(self._units):
             self._waiting += [member.index for member in unit.members]
             self._drop(unit, list(range(len(unit.members))))
@@ -378,23 +378,23 @@ class Pack:
     # --- looking --------------------------------------------------------------------------------------------------
 
     def eval(self, *inputs: Any) -> Any:
-        """Eval-mode outputs of all members for the same inputs, [M, ...], in the order of `ids`. Nothing changes.
+        """Return the eval-mode outputs of all members for the same inputs, [M, ...], in the order of `ids`.
 
         Raises:
-            ValueError: when the members' outputs have different shapes.
+            ValueError: If the members' outputs have different shapes.
         """
         if not self._members:
             raise ValueError("the pack has no members; add one first")
         inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(self.device), inputs)
         self._look_for_changes()
-        stack = self._whole_stack()
+        stack = self._stack_of_all()
         if stack is not None:
             with stack.evaluation_weights([]):
                 outputs = stack.outputs(inputs)
             return joined(outputs) if isinstance(outputs, Unlike) else outputs
         return _batches.outputs_of([self._written(id) for id in self._members], inputs)
 
-    def _whole_stack(self) -> GivenBatchesStack | None:
-        """The stack that all members are in, in their order; None where there is none."""
+    def _stack_of_all(self) -> GivenBatchesStack | None:
+        """Return the stack that contains all members in their order, or None if there is none."""
         stacks = (unit for unit in self._units if isinstance(unit, GivenBatchesStack))
         return next((stack for stack in stacks if [m.index for m in stack.members] == self.ids), None)

@@ -1,4 +1,4 @@
-"""Shoal's cache folder: measurements, compiled kernels, bytecode."""
+"""Shoal's cache folder, for measurements, compiled kernels and bytecode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.utils.garbage_collection import paused
 
 _PACKAGES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "mpmath")
-"""Packages that torch imports when the first optimizer is made; they take most of its seconds."""
+"""Packages that torch imports when the first optimizer is made, which takes most of that time."""
 _FEW_CORES = 4
 _COMPILE = """
 import py_compile, sys
@@ -28,13 +28,13 @@ for path in sys.stdin.read().splitlines():
 
 
 def cache_folder() -> Path:
-    """$SHOAL_CACHE, or ~/.cache/shoal."""
+    """Return $SHOAL_CACHE, or ~/.cache/shoal."""
     folder = os.environ.get("SHOAL_CACHE")
     return Path(folder) if folder else Path.home() / ".cache" / "shoal"
 
 
 def import_tracer() -> None:
-    """Import what torch needs to trace, as it does itself when an optimizer is made."""
+    """Import what torch needs to trace, which torch itself does when an optimizer is made."""
     if "torch._dynamo" not in sys.modules:
         with bytecode_kept(compile_all=True), paused():
             importlib.import_module("torch._dynamo")
@@ -42,27 +42,31 @@ def import_tracer() -> None:
 
 @contextmanager
 def bytecode_kept(compile_all: bool = False) -> Iterator[None]:
-    """Inside: modules are imported from bytecode, also where Python keeps none.
+    """Import modules from bytecode inside this context, even if Python stores none.
 
-    In many containers it neither has bytecode of torch nor writes any, and large imports take five seconds instead of
-    one, in every process. There it is kept in Shoal's own cache; `compile_all`: made by all cores the first time.
+    In many containers Python neither has torch's bytecode nor writes any, and large imports take five seconds instead
+    of one, in every process. Bytecode is then stored in Shoal's own cache.
+
+    Args:
+        compile_all: Compile it on all cores the first time.
     """
     if not _without_bytecode():
         yield
         return
     folder = cache_folder() / "bytecode"
-    before = sys.pycache_prefix, sys.dont_write_bytecode
+    old_settings = sys.pycache_prefix, sys.dont_write_bytecode
     try:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
         if compile_all and len(os.sched_getaffinity(0)) >= _FEW_CORES:
             _compile_all(folder)
         yield
     finally:
-        sys.pycache_prefix, sys.dont_write_bytecode = before
+        sys.pycache_prefix, sys.dont_write_bytecode = old_settings
 
 
 def _without_bytecode() -> bool:
-    """Whether Python neither has torch's bytecode (where torch is not imported yet: ours) nor would write it."""
+    """Return whether Python neither has torch's bytecode (or Shoal's, if torch is not imported yet) nor would write
+    it."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None) or __spec__
     if spec is None or spec.cached is None or os.path.exists(spec.cached):
         return False
@@ -70,20 +74,20 @@ def _without_bytecode() -> bool:
 
 
 def _compile_all(folder: Path) -> None:
-    """Bytecode of the packages, by a process for each core; what fails is compiled when it is imported."""
+    """Compile the packages with one process per core; files that fail are compiled when they are imported."""
     done = folder / "compiled"
     with suppress(OSError, subprocess.SubprocessError):
         folder.mkdir(parents=True, exist_ok=True)
         done.touch(exist_ok=False)
-        places = [spec.submodule_search_locations for name in _PACKAGES if (spec := find_spec(name)) is not None]
-        sources = [path for place in places for root in place or () for path in Path(root).rglob("*.py")]
+        locations = [spec.submodule_search_locations for name in _PACKAGES if (spec := find_spec(name)) is not None]
+        sources = [path for location in locations for root in location or () for path in Path(root).rglob("*.py")]
         files = sorted((f for f in sources if "tests" not in f.parts), key=lambda path: -path.stat().st_size)
         count = len(os.sched_getaffinity(0))
         command = [sys.executable, "-I", "-S", "-c", _COMPILE, str(folder)]
         workers = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(count)]
-        for place, worker in enumerate(workers):
+        for index, worker in enumerate(workers):
             assert worker.stdin is not None
-            worker.stdin.write("\n".join(map(str, files[place::count])))
+            worker.stdin.write("\n".join(map(str, files[index::count])))
             worker.stdin.close()
         for worker in workers:
             worker.wait(timeout=30)

@@ -1,7 +1,7 @@
-"""CUDA kernels from source text: compiled by NVRTC, which torch brings along, in a fraction of a second.
+"""CUDA kernels from source text, compiled in a fraction of a second by NVRTC, which comes with torch.
 
-A source may hold many kernels (`extern "C"`); it is compiled once for each process and kind of device, and what was
-compiled is kept on disk for the next process.
+A source may contain many kernels (`extern "C"`). It is compiled once for each process and device type, and the result
+is stored on disk for the next process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 from shoal.utils.caches import cache_folder
 
 Kernel = Callable[..., None]
-"""Called with `grid=`, `block=` and `args=` (tensors and integers of 32 bits)."""
+"""A kernel, called with `grid=`, `block=` and `args=` (tensors and integers of 32 bits)."""
 
 MOST_AT_ONCE = 8
-"""Parts of a source that are compiled at the same time."""
+"""How many parts of a source are compiled at the same time."""
 _LOCK = threading.Lock()
 _LOADED: dict[tuple[str, int], dict[str, Kernel]] = {}
 _COMPILED: dict[tuple[str, ...], Future[bytes | None]] = {}
-"""Parts of sources that are compiled or will be, with the options."""
+"""Parts of sources with their compiler options, which are compiled or being compiled."""
 _pool: ThreadPoolExecutor | None = None
 _BEGIN = 'extern "C" __global__ void '
 _NAMES = re.compile(re.escape(_BEGIN) + r"(\w+)")
@@ -39,7 +39,7 @@ _NAMES = re.compile(re.escape(_BEGIN) + r"(\w+)")
 
 @cache
 def available() -> bool:
-    """Whether kernels can be compiled here."""
+    """Return whether kernels can be compiled here."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if torch.version.cuda is None or not (in_use or torch.cuda.is_available()):  # asking takes a quarter of a second
         return False
@@ -53,7 +53,7 @@ def available() -> bool:
 
 
 def _compiles_for_this_device(nvrtc: Any) -> bool:
-    """Whether this NVRTC knows the current device: one that is older than it does not."""
+    """Return whether this NVRTC supports the current device, which may be newer."""
     count = ctypes.c_int()
     nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
     known = (ctypes.c_int * count.value)()
@@ -63,21 +63,21 @@ def _compiles_for_this_device(nvrtc: Any) -> bool:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside: kernels are loaded for this device and launched on it."""
+    """Load and launch kernels on this device inside this context."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def load(source: str, names: Sequence[str]) -> list[Kernel]:
-    """The kernels of these names, for the current device.
+    """Return the kernels of these names, for the current device.
 
     Raises:
-        RuntimeError: the source does not compile, or there is no NVRTC.
+        RuntimeError: If the source does not compile, or there is no NVRTC.
     """
     key = source, torch.cuda.current_device()
     if key not in _LOADED:
         compiled = _begin(source)
         with _LOCK:
-            torch.cuda.current_stream()  # a context has to be there before a module is loaded
+            torch.cuda.current_stream()  # creates the CUDA context, which loading a module needs
             kernels: dict[str, Kernel] = {}
             for part, binary in compiled.items():
                 module = _module(part, _options(), binary.result())
@@ -87,13 +87,13 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
 
 
 def compile_ahead(source: str) -> None:
-    """Begin to compile what `load` will be asked for, in other threads; what is wrong with it is said there."""
+    """Start compiling in other threads what `load` will need; `load` reports any error."""
     if torch.cuda.is_initialized() and available():  # type: ignore[no-untyped-call]
         _begin(source)
 
 
 def _begin(source: str) -> dict[str, Future[bytes | None]]:
-    """The parts of a source, each of them being compiled or done."""
+    """Return the parts of a source, each being compiled or done."""
     global _pool
     options = _options()
     with _LOCK:
@@ -112,30 +112,30 @@ def _options() -> list[str]:
 
 
 def _forget_threads() -> None:
-    """A forked process has none of its parent's threads."""
+    """Reset the thread pool in a forked process, which has none of its parent's threads."""
     global _pool, _LOCK
     _pool, _LOCK = None, threading.Lock()
     _COMPILED.clear()
 
 
 def constants(values: Mapping[str, object]) -> str:
-    """The beginning of a source in which these names stand for these values."""
+    """Return the beginning of a source that defines these names as these values."""
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
 def _parts(source: str, count: int) -> list[str]:
-    """A source with many kernels as several with fewer, which are compiled at the same time."""
+    """Split a source with many kernels into several sources, which are compiled at the same time."""
     shared, *kernels = source.split(_BEGIN)
     count = max(1, min(count, len(kernels)))
     return [_BEGIN.join([shared, *kernels[place::count]]) for place in range(count)]
 
 
 def _binary(source: str, options: Sequence[str]) -> bytes | None:
-    """A compiled source; None where an earlier process has stored one."""
+    """Return a compiled source, or None if an earlier process has stored it."""
     try:
         _checked(_place(source, options).read_bytes())
         return None
-    except (OSError, RuntimeError):  # not there, or damaged, or there is no home
+    except (OSError, RuntimeError):  # the file is missing or damaged, or there is no home folder
         return _compile(source, options)
 
 
@@ -145,7 +145,7 @@ def _module(source: str, options: Sequence[str], compiled: bytes | None) -> Any:
     if compiled is None:
         try:
             return _cuda_load_module(_checked(_place(source, options).read_bytes()))
-        except (OSError, RuntimeError):  # of another driver, perhaps
+        except (OSError, RuntimeError):  # it may have been compiled for another driver
             compiled = _compile(source, options)
     module = _cuda_load_module(compiled)
     _store(source, options, compiled)
@@ -153,13 +153,14 @@ def _module(source: str, options: Sequence[str], compiled: bytes | None) -> Any:
 
 
 def _place(source: str, options: Sequence[str]) -> Path:
-    """Where the compiled source is kept."""
+    """Return the path where the compiled source is stored."""
     text = "\0".join([torch.version.cuda or "", *options, source])
     return cache_folder() / "kernels" / hashlib.sha256(text.encode()).hexdigest()
 
 
 def _checked(content: bytes) -> bytes:
-    """What was stored, whole: the driver is given no length, and would read beyond the end of a part of it."""
+    """Return what was stored if it is complete: the driver gets no length, and would read beyond the end of a
+    partial file."""
     digest, compiled = content[:32], content[32:]
     if hashlib.sha256(compiled).digest() != digest:
         raise OSError("a damaged file")
@@ -167,7 +168,7 @@ def _checked(content: bytes) -> bytes:
 
 
 def _store(source: str, options: Sequence[str], content: bytes) -> None:
-    with suppress(OSError, RuntimeError):  # a folder that cannot be written to: the next process compiles again
+    with suppress(OSError, RuntimeError):  # without a writable folder, the next process compiles again
         path = _place(source, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
@@ -199,12 +200,12 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there is something to read and write: a fake tensor has a shape, and its address is zero."""
+    """Return whether the tensor has data to read and write; a fake tensor has only a shape."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The same values, without gaps between them, where 16 bytes can be read at a time."""
+    """Return the same values at an address from which 16 bytes can be read at a time."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
 
 

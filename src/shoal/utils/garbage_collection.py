@@ -1,7 +1,7 @@
-"""Python's garbage collector beside a training.
+"""Keep Python's garbage collector from slowing down training.
 
-A full collection looks at every object, which takes a tenth of a second once torch and a few hundred members are
-loaded, and training waits meanwhile. Objects of units live long, so they are frozen: the collector skips them. If the
+A full collection visits every object, which takes a tenth of a second once torch and a few hundred members are loaded,
+and training waits meanwhile. Objects of units live long, so they are frozen, and the collector skips them. If the
 program has frozen objects itself, nothing is done here.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FEW = 10_000
-"""Objects that Python itself may have frozen as it started."""
+"""The number of objects that Python itself may have frozen at its start."""
 _ours = False
-"""Whether what is frozen was frozen here."""
+"""Whether the frozen objects were frozen here."""
 
 
 def freeze(*, collect: bool = True) -> None:
-    """Have the collector skip all objects that exist now, until `thaw`; with `collect`, after a quick collection."""
+    """Make the collector skip all objects that exist now, until `thaw`; with `collect`, after a quick collection."""
     global _ours
     if _ours or gc.get_freeze_count() < FEW:
         if collect:
@@ -28,7 +28,7 @@ def freeze(*, collect: bool = True) -> None:
 
 
 def thaw() -> None:
-    """Let the collector see what was frozen here."""
+    """Let the collector visit the objects that were frozen here."""
     global _ours
     if _ours:
         gc.unfreeze()
@@ -37,19 +37,19 @@ def thaw() -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Inside, the collector skips older objects. For code that makes many objects in a short time."""
-    before = _ours
+    """Make the collector skip older objects inside this context, for code that makes many objects in a short time."""
+    were_frozen = _ours
     freeze(collect=False)
     try:
         yield
     finally:
-        if not before:
+        if not were_frozen:
             thaw()
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Inside, the collector is off. For imports, which leave no garbage and are a third faster so."""
+    """Turn the collector off inside this context, for imports, which leave no garbage and are then a third faster."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -60,9 +60,9 @@ def paused() -> Iterator[None]:
 
 
 def collect() -> None:
-    """A full collection, including the frozen objects."""
-    frozen = _ours
+    """Run a full collection, including the frozen objects."""
+    were_frozen = _ours
     thaw()
     gc.collect()
-    if frozen:
+    if were_frozen:
         freeze()

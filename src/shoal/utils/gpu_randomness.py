@@ -1,4 +1,4 @@
-"""What a network that runs operator by operator draws, on a GPU: what the engine draws there."""
+"""Make networks that run operator by operator on a GPU draw the same random numbers as the engine does there."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shoal.utils.randomness import Draw, counter_draw, draw_columns, signed
 
 
 class CounterMode:
-    """Inside, operators on a GPU draw what the engine draws there: for networks that run operator by operator.
+    """Makes random operators on a GPU draw what the engine draws there, for networks that run operator by operator.
 
-    `begin(count)` says how many batches the member has had; random calls within a batch are then numbered as they come.
-    The number is in the GPU's generator: activation checkpointing, which computes a part of the network again in
-    the backward pass, puts the generator back to where that part began, and so draws what it drew.
+    `begin(count)` sets how many batches the member has had; random calls within a batch are then numbered in their
+    order. The number is in the GPU's generator: activation checkpointing, which computes a part of the network again in
+    the backward pass, resets the generator to where that part began, and so draws the same numbers.
 
-    Random operators alone are intercepted, by a dispatch key that no other operator has a kernel for: these run as
-    they do without. The key is on in this thread and in the threads of its backward passes. Recurrent layers with
-    dropout between them leave cuDNN, which draws inside itself, for torch's own.
+    Only random operators are intercepted, by a dispatch key for which no other operator has a kernel. The key is on in
+    this thread and in the threads of its backward passes. Recurrent layers with dropout between them use torch's own
+    implementation instead of cuDNN, which draws internally.
     """
 
-    _active: list[CounterMode] = []  # noqa: RUF012  # of all threads: one trains at a time
+    _active: list[CounterMode] = []  # noqa: RUF012  # shared by all threads: one trains at a time
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = torch.tensor([signed(seed)], device=device)
@@ -34,7 +34,7 @@ class CounterMode:
         self._batches = self._filled = 0
         """Of the member, and those that are in `_count`."""
         self._columns: dict[Any, list[Any]] = {}
-        """The numbers of distributions, on the device."""
+        """The parameters of distributions, on the device."""
         self._sites: dict[int, Tensor] = {}
         """The numbers of calls, on the device."""
         self._device = device
@@ -55,7 +55,7 @@ class CounterMode:
         self._site = self._outside
 
     def begin(self, count: int) -> None:
-        """A new batch."""
+        """Start a new batch."""
         self._batches = count
         self._site = 0
 
@@ -73,7 +73,7 @@ class CounterMode:
         self._number = number
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call of a random operator gives."""
+        """Return the result of a call of a random operator."""
         name = str(func)
         if name == _DROPOUT:
             if args[2] is False or not 0.0 < args[1] < 1.0:
@@ -113,7 +113,7 @@ class CounterMode:
 
 
 def uncounted() -> AbstractContextManager[Any]:
-    """Inside, in a CounterMode or not, random operators draw as they do without one."""
+    """Let random operators draw as usual inside this context, even in a CounterMode."""
     if not CounterMode._active:
         return nullcontext()
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_intercepting()))
@@ -121,7 +121,7 @@ def uncounted() -> AbstractContextManager[Any]:
 
 @cache
 def _intercepting() -> Any:
-    """The dispatch key at which random operators are intercepted, their kernels registered once."""
+    """Return the dispatch key at which random operators are intercepted, and register their kernels once."""
     key = torch._C._dispatch_key_parse(_KEY)
     library: Any = torch.library.Library
     everything, random = library("_", "IMPL", _KEY), library("aten", "IMPL", _KEY)
@@ -134,9 +134,9 @@ def _intercepting() -> Any:
 
 
 _KEY = "TESTING_ONLY_GenericMode"
-"""Above autograd and autocast; torch itself uses it in tests of the dispatcher alone."""
+"""A key above autograd and autocast, which torch uses only in tests of the dispatcher."""
 _libraries: list[Any] = []
-"""Kernels are there as long as their library."""
+"""Libraries that must stay alive, since kernels exist only as long as their library."""
 
 
 def _operator(name: str) -> Any:
@@ -145,11 +145,11 @@ def _operator(name: str) -> Any:
 
 
 def _drawn(func: Any, key: Any) -> Callable[..., Any]:
-    """A kernel that draws by the counter in use."""
+    """Return a kernel that draws from the active CounterMode."""
     below, here = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap calls it again, for all rows
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap calls it again for all rows
             return func.redispatch(keyset & below, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(here):
             return CounterMode._active[-1].draw(func, args, kwargs)
@@ -158,11 +158,11 @@ def _drawn(func: Any, key: Any) -> Callable[..., Any]:
 
 
 def _opened(func: Any, key: Any) -> Callable[..., Any]:
-    """A kernel of a recurrent layer that leaves cuDNN where it would draw."""
+    """Return a kernel of a recurrent layer that avoids cuDNN if cuDNN would draw."""
     below = torch._C._dispatch_keyset_full_after(key)
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        # the rate is the only number with a point among the arguments; after it comes whether this is training
+        # The dropout rate is the only float among the arguments; the flag for training follows it.
         draws = any(isinstance(rate, float) and rate > 0 and bool(on) for rate, on in pairwise(args))
         with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not draws):
             return func.redispatch(keyset & below, *args)
@@ -171,11 +171,11 @@ def _opened(func: Any, key: Any) -> Callable[..., Any]:
 
 
 _OFFSET = 4
-"""A GPU's generator counts in fours."""
+"""The offset of a GPU's generator is a multiple of four."""
 
 
 def _numbers(name: str, args: Any) -> tuple[float, ...]:
-    """The numbers of the distribution that a call draws from."""
+    """Return the parameters of the distribution that a call draws from."""
     if name == "aten.randperm.default":
         return ()
     if "randint" not in name:

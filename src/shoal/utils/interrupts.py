@@ -1,4 +1,5 @@
-"""Ctrl-C during a run: the first one lets the turn end, so that all can be saved; the second one does not wait."""
+"""Ctrl-C during a run: the first lets the current turn end, so that everything can be saved; the second does not
+wait."""
 
 from __future__ import annotations
 
@@ -11,23 +12,25 @@ from typing import Any
 
 @contextmanager
 def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
-    """Inside: the first Ctrl-C makes this call, the second is as it was before. Only the main thread can do that, and
-    only where the handler before it is one that Python can put back; elsewhere nothing changes."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
+    """Call `call` at the first Ctrl-C inside this context, and handle the second as before.
+
+    Nothing changes outside the main thread, or if Python cannot restore the previous handler.
+    """
+    old_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or old_handler is None:
         yield
         return
 
-    def note(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         call()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
     installed = False
-    with suppress(ValueError):  # an interpreter beside the main one has no signals
-        signal.signal(signal.SIGINT, note)
+    with suppress(ValueError):  # subinterpreters have no signals
+        signal.signal(signal.SIGINT, handle)
         installed = True
     try:
         yield
     finally:
         if installed:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, old_handler)

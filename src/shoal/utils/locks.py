@@ -1,5 +1,5 @@
-"""Locks: one for global state of the process, such as torch's generator, so that runs in several threads can coexist;
-and which forked processes hold the file locks of their parent."""
+"""A lock for global state of the process, such as torch's generator, so that several threads can have runs; and
+control over which forked processes keep the file locks of their parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 
 class ThreadLock:
-    """A re-entrant lock. In a forked child it is free: the thread that held it is not there."""
+    """A re-entrant lock that is free in a forked child, where the thread that held it does not exist."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -30,16 +30,16 @@ class ThreadLock:
 
 
 one_at_a_time = ThreadLock()
-"""Held while torch is patched, its own generator is lent to a member, or Python state is put back."""
+"""Held while torch is patched, its own generator is used for a member, or Python state is restored."""
 
 
 _lock_files: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 _keep = False
-"""Whether forked processes keep lock files open now."""
+"""Whether forked processes currently keep lock files open."""
 
 
 def close_in_children(file: IO[str]) -> None:
-    """Have processes that are forked from here on close their copies of this file, which holds a lock.
+    """Make processes that are forked later close their copies of this file, which holds a lock.
 
     A file lock is held until the last copy is closed, and a worker of a DataLoader may outlive its killed parent.
     """
@@ -48,7 +48,8 @@ def close_in_children(file: IO[str]) -> None:
 
 @contextmanager
 def locks_kept() -> Iterator[None]:
-    """Inside, a forked process keeps its copies: one that writes what the lock protects, and ends with its parent."""
+    """Let processes that are forked inside this context keep the lock, since they write what it protects and end
+    with it."""
     global _keep
     _keep = True
     try:

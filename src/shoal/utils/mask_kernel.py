@@ -1,8 +1,8 @@
-"""Masks of dropout on a GPU in one kernel: the bits of `randomness.counter_bits`, compared and scaled in registers.
+"""Dropout masks on a GPU in one kernel: the bits of `randomness.counter_bits`, compared and scaled in registers.
 
-Written with tensor operators, a mask takes a dozen passes over 8-byte integers. Here each element is written once, in
-the mask's own dtype. For a compiler the kernel is one opaque operator, so that it does not compute the hash again
-wherever the mask is read.
+With tensor operators, a mask takes a dozen passes over 8-byte integers. Here each element is written once, in the
+mask's own dtype. For a compiler the kernel is one opaque operator, so that it does not compute the hash again wherever
+the mask is read.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ extern "C" __global__ void write_mask(const long long* seeds, const long long* s
 
 
 def write_mask(seeds: Tensor, steps: Tensor, sites: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
-    """[M, count]: each member's scale where its bits are below its limit, else zero, in the dtype of `scales`.
+    """Return a mask [M, count]: each member's scale where its bits are below its limit, else zero, in the dtype of
+    `scales`.
 
-    All but `count` are [M] on one GPU; all but `scales` are int64.
+    All arguments but `count` are [M] on one GPU; all but `scales` are int64.
     """
     out = torch.empty(len(seeds), count, dtype=scales.dtype, device=seeds.device)
     if out.numel():
-        source = _SOURCE.replace("ELEMENT", _SIZES[scales.dtype.itemsize])  # zero has no bit set in any dtype
+        source = _SOURCE.replace("ELEMENT", _SIZES[scales.dtype.itemsize])  # zero has no bits set in any dtype
         columns = [column.contiguous() for column in (seeds, steps, sites, limits, scales)]
         with torch.cuda.device(seeds.device):
             (kernel,) = cuda_kernels.load(source, ["write_mask"])
@@ -54,7 +55,7 @@ def write_mask(seeds: Tensor, steps: Tensor, sites: Tensor, limits: Tensor, scal
 
 
 counter_mask = torch.library.custom_op("shoal::counter_mask", write_mask, mutates_args=())
-"""The same as an operator, which a compiler leaves alone; a call of it takes ten times as long."""
+"""`write_mask` as an operator, which a compiler does not look into; calling it takes ten times as long."""
 
 
 @counter_mask.register_fake

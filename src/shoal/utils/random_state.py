@@ -1,4 +1,4 @@
-"""States of random generators: torch's, numpy's and Python's, with those behind `random` and `numpy.random`."""
+"""States of random generators: those of torch, numpy and Python, and the global ones of `random` and `numpy.random`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 PYTHON: random.Random = random._inst
-"""What the functions of the module `random` draw from."""
+"""The generator behind the functions of the module `random`."""
 NUMPY: np.random.RandomState = np.random.mtrand._rand
-"""What the functions of the module `numpy.random` draw from."""
+"""The generator behind the functions of the module `numpy.random`."""
 
 
 class Snapshot:
@@ -27,23 +27,23 @@ class Snapshot:
         self._states = [(generator, get_state(generator)) for generator in generators]
 
     def moved(self) -> bool:
-        """Whether one of them is in another state now."""
+        """Return whether one of the generators is in another state now."""
         return not all(same_state(get_state(generator), state) for generator, state in self._states)
 
     def restore(self) -> None:
-        """Put all of them back."""
+        """Restore the states of all generators."""
         for generator, state in self._states:
             set_state(generator, state)
 
 
 @contextmanager
 def restored(generators: Iterable[Generator] = (PYTHON, NUMPY)) -> Iterator[Snapshot]:
-    """Inside, generators may draw; after, they are in the states they were in."""
-    before = Snapshot(generators)
+    """Restore the states of the generators on exit of this context."""
+    snapshot = Snapshot(generators)
     try:
-        yield before
+        yield snapshot
     finally:
-        before.restore()
+        snapshot.restore()
 
 
 def get_state(generator: Generator) -> Any:
@@ -56,7 +56,7 @@ def get_state(generator: Generator) -> Any:
 
 
 def set_state(generator: Generator, state: Any) -> None:
-    """Put a generator into a state that `get_state` gave."""
+    """Set a generator to a state that `get_state` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -66,7 +66,7 @@ def set_state(generator: Generator, state: Any) -> None:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Whether two states of a generator are the same."""
+    """Return whether two states of a generator are equal."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
     if isinstance(a, Tensor):
@@ -75,7 +75,7 @@ def same_state(a: Any, b: Any) -> bool:
 
 
 def seed_torch(seed: int) -> None:
-    """`torch.manual_seed`; where there is a CPU alone, without the note of the stack that it makes for each device."""
+    """Call `torch.manual_seed`, or a faster equivalent if there is only a CPU."""
     if _has_accelerator():
         torch.manual_seed(seed)
     else:
@@ -83,7 +83,7 @@ def seed_torch(seed: int) -> None:
 
 
 def seed_modules(seed: int) -> None:
-    """`random.seed` and `numpy.random.seed`, which takes 32 bits."""
+    """Call `random.seed` and `numpy.random.seed`, which takes 32 bits."""
     PYTHON.seed(seed)
     NUMPY.seed(seed & 0xFFFFFFFF)
 

@@ -1,9 +1,9 @@
-"""Random numbers inside networks, one stream per member.
+"""Random numbers inside networks, with one stream per member.
 
-On CPU a member draws from its own generator, in the order and layout of its solo run, so that its draws are those of
+On a CPU a member draws from its own generator, in the order and layout of its solo run, so that its draws are those of
 the plain loop after `torch.manual_seed`. On a GPU a draw is a pure function of (seed, step, call site, element),
-computed by `counter_bits`, so that it fuses into compiled code, does not depend on the pack, and can be recomputed by
-anyone.
+computed by `counter_bits`, so that it fuses into compiled code, does not depend on the pack, and can be recomputed
+anywhere.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from shoal.utils import cuda_kernels
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One random call of a step: what is drawn and the layout it has in one member's solo run."""
+    """One random call of a step: its distribution, and its layout in one member's solo run."""
 
     kind: str
-    """bernoulli, dropout (a bernoulli of the share that stays, divided by it), uniform, normal, exponential, integer or
+    """bernoulli, dropout (a bernoulli of the kept fraction, divided by it), uniform, normal, exponential, integer or
     permutation."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
     numbers: tuple[tuple[float, ...], ...] = ((),)
-    """The distribution's numbers; one tuple for all members, or one each."""
+    """The parameters of the distribution: one tuple for all members, or one for each."""
 
     def of(self, member: int) -> tuple[float, ...]:
         return self.numbers[member if len(self.numbers) > 1 else 0]
 
 
 def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], device: torch.device) -> list[Tensor]:
-    """Every draw of one step on CPU, for every member, members first. Each member draws in its solo order."""
+    """Return every draw of one step on a CPU, for every member, members first. Each member draws in its solo order."""
     masks = all(draw.kind in ("dropout", "bernoulli") and draw.dtype == draws[0].dtype in _WHOLE for draw in draws)
     if draws and masks and device.type == "cpu" and _coins_are_comparisons():
         return _draw_masks(draws, generators)
@@ -47,7 +47,7 @@ def draw_members(draws: Sequence[Draw], generators: Sequence[torch.Generator], d
     for m, generator in enumerate(generators):
         for value, draw in zip(out, draws, strict=True):
             plain = value.device.type == "cpu" and (draw.stride is None or value[m].stride() == draw.stride)
-            target = value[m] if plain else _laid_out(draw)
+            target = value[m] if plain else _empty_like_draw(draw)
             _fill(target, draw.kind, draw.of(m), generator)
             if not plain:
                 value[m].copy_(target)
@@ -61,7 +61,7 @@ def draw_step(
     batches: Sequence[int],
     device: torch.device,
 ) -> list[Tensor]:
-    """Every draw of one step, members first: from their generators, or on a GPU counted from seed and batches."""
+    """Return every draw of one step, members first: from generators on a CPU, or from seed and batch count on a GPU."""
     if device.type == "cpu" or not draws:
         return draw_members(draws, generators, device)
     seed = torch.tensor([signed(seed) for seed in seeds], device=device)
@@ -75,38 +75,40 @@ _WHOLE = (torch.float32, torch.float64)
 
 @cache
 def _coins_are_comparisons() -> bool:
-    """Whether torch tosses a coin by comparing a uniform double with its probability: not where it asks MKL to."""
+    """Return whether torch draws a bernoulli by comparing a uniform double with the probability, which MKL does not."""
     for dtype in _WHOLE:
-        ours, torchs = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
-        drawn = torch.empty(999, dtype=dtype).bernoulli_(0.3, generator=torchs)
-        compared = torch.empty(999, dtype=torch.float64).uniform_(generator=ours) < 0.3
-        if not torch.equal(drawn, compared.to(dtype)) or not torch.equal(ours.get_state(), torchs.get_state()):
+        our_generator, torch_generator = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+        drawn = torch.empty(999, dtype=dtype).bernoulli_(0.3, generator=torch_generator)
+        compared = torch.empty(999, dtype=torch.float64).uniform_(generator=our_generator) < 0.3
+        if not torch.equal(drawn, compared.to(dtype)) or not torch.equal(
+            our_generator.get_state(), torch_generator.get_state()
+        ):
             return False
     return True
 
 
 def _draw_masks(draws: Sequence[Draw], generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Masks and nothing else: all uniform numbers that a member's masks are made of are drawn at once."""
+    """Draw only masks, with all uniform numbers of a member's masks drawn at once."""
     ends = list(accumulate(math.prod(draw.shape) for draw in draws))
     members, total = len(generators), ends[-1]
     flat = torch.empty(members, total, dtype=draws[0].dtype)
     runs = _runs(tuple(draws), members)
-    together = max(1, _TOGETHER // total) if len(runs) == 1 else 1
-    uniform = torch.empty(min(together, members), total, dtype=torch.float64)
-    for first in range(0, members, together):
-        member_runs, rows = runs[first if len(runs) > 1 else 0], flat[first : first + together]
+    members_at_once = max(1, _TOGETHER // total) if len(runs) == 1 else 1
+    uniform = torch.empty(min(members_at_once, members), total, dtype=torch.float64)
+    for first in range(0, members, members_at_once):
+        member_runs, rows = runs[first if len(runs) > 1 else 0], flat[first : first + members_at_once]
         drawn = uniform[: len(rows), : sum(run.count for run in member_runs if run.drawn)]
-        for row, generator in zip(drawn.unbind(0), generators[first : first + together], strict=True):
+        for row, generator in zip(drawn.unbind(0), generators[first : first + members_at_once], strict=True):
             row.uniform_(generator=generator)
         used = 0
         for run in member_runs:
-            here = rows[:, run.start : run.start + run.count]
+            target = rows[:, run.start : run.start + run.count]
             if run.drawn:
-                torch.lt(drawn[:, used : used + run.count], run.share, out=here)
-                here.mul_(run.scale)
+                torch.lt(drawn[:, used : used + run.count], run.share, out=target)
+                target.mul_(run.scale)
                 used += run.count
             else:
-                here.fill_(run.share)
+                target.fill_(run.share)
     return [
         flat[:, start:end].view(-1, *draw.shape)
         if draw.stride is None
@@ -116,25 +118,25 @@ def _draw_masks(draws: Sequence[Draw], generators: Sequence[torch.Generator]) ->
 
 
 _TOGETHER = 1 << 16
-"""Numbers that are compared in one go."""
+"""How many numbers are compared at once."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """Neighbouring coins of one probability."""
+    """Consecutive mask elements with the same probability."""
 
     start: int
     count: int
     share: float
-    """Of ones."""
+    """The fraction of ones."""
     scale: float
-    """What a one becomes."""
+    """The value that replaces a one."""
     drawn: bool
 
 
 @lru_cache(256)
 def _runs(draws: tuple[Draw, ...], members: int) -> list[list[_Run]]:
-    """Each member's masks as runs; those of the first alone where all have the same."""
+    """Return each member's masks as runs, or only those of the first member if all have the same."""
     all_runs = [_runs_of(draws, member) for member in range(members)]
     return all_runs[:1] if all(runs == all_runs[0] for runs in all_runs) else all_runs
 
@@ -145,7 +147,7 @@ def _runs_of(draws: tuple[Draw, ...], member: int) -> list[_Run]:
     for draw in draws:
         (number,), count, drops = draw.of(member), math.prod(draw.shape), draw.kind == "dropout"
         share = 1 - number if drops else number
-        drawn = not drops or number not in (0.0, 1.0)  # torch draws nothing then
+        drawn = not drops or number not in (0.0, 1.0)  # torch draws nothing for a dropout of 0 or 1
         scale = torch.ones((), dtype=draw.dtype).div_(share).item() if drops and drawn else 1.0
         if runs and (runs[-1].share, runs[-1].scale, runs[-1].drawn) == (share, scale, drawn):
             runs[-1].count += count
@@ -155,7 +157,8 @@ def _runs_of(draws: tuple[Draw, ...], member: int) -> list[_Run]:
     return runs
 
 
-def _laid_out(draw: Draw) -> Tensor:
+def _empty_like_draw(draw: Draw) -> Tensor:
+    """Return an empty tensor with the layout of the draw."""
     if draw.stride is None:
         return torch.empty(draw.shape, dtype=draw.dtype)
     return torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype)
@@ -165,7 +168,7 @@ def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torc
     if kind == "dropout":
         (p,) = numbers
         if p in (0.0, 1.0):
-            target.fill_(1.0 - p)  # torch draws nothing then
+            target.fill_(1.0 - p)  # torch draws nothing for a dropout of 0 or 1
         else:
             target.bernoulli_(1 - p, generator=generator).div_(1 - p)
     elif kind == "bernoulli":
@@ -188,16 +191,16 @@ def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torc
 
 _WORD = 0xFFFFFFFF
 MASKS = ("dropout", "bernoulli")
-"""Kinds of draws whose elements are zero or one number."""
+"""Kinds of draws whose elements are zero or one other number."""
 
 
 def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor:
-    """[M, count] values in [0, 2**32), as int64: a hash of (seed, step, site, element) and nothing else.
+    """Return [M, count] values in [0, 2**32), as int64: a hash of (seed, step, site, element) and nothing else.
 
-    `seed`, `step` and `site` are [M] int64; `step` counts the batches a member has had, `site` the random calls within
-    one. Rounds of a 32-bit multiply-xorshift mixer over the key and the element, the element meeting the key twice, so
-    that two keys' sequences are not each other's permutation. Elements are mixed before they are multiplied: a compiler
-    may hold an index in 32 bits.
+    `seed`, `step` and `site` are [M] int64; `step` counts the batches that a member has had, `site` the random calls
+    within one. The hash applies rounds of a 32-bit multiply-xorshift mixer to the key and the element. The element
+    meets the key twice, so that the sequences of two keys are not permutations of each other. Elements are mixed before
+    they are multiplied, because a compiler may hold an index in 32 bits.
     """
     key = _mix((seed & _WORD) ^ _mix((seed >> 32) & _WORD))
     key = _mix(key ^ _mix((step & _WORD) + 0x9E3779B9 & _WORD))
@@ -208,14 +211,14 @@ def counter_bits(seed: Tensor, step: Tensor, site: Tensor, count: int) -> Tensor
 
 
 def _mix(x: Tensor) -> Tensor:
-    """One value in [0, 2**32) from another."""
+    """Map a value in [0, 2**32) to another."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
 
 
 def site_numbers(draws: Sequence[Draw], members: int) -> list[list[int]]:
-    """For every draw, each member's number of it: a dropout of rate 0 or 1 draws nothing and is not counted."""
+    """Return for every draw its number in each member; a dropout of rate 0 or 1 draws nothing and is not counted."""
     counts = [0] * members
     numbers = []
     for draw in draws:
@@ -225,7 +228,8 @@ def site_numbers(draws: Sequence[Draw], members: int) -> list[list[int]]:
 
 
 def draw_columns(draw: Draw, members: int, device: torch.device) -> list[Any]:
-    """The distribution's numbers on the device, ready to broadcast; of a mask its limits and scales, [M] each."""
+    """Return the parameters of the distribution on the device, ready to broadcast; for a mask its limits and scales,
+    [M]."""
     rows = [draw.of(m) for m in range(members)]
     if draw.kind in MASKS:
         shares = [1.0 - row[0] if draw.kind == "dropout" else row[0] for row in rows]
@@ -236,9 +240,10 @@ def draw_columns(draw: Draw, members: int, device: torch.device) -> list[Any]:
 
 
 def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: Sequence[Any] | None = None) -> Tensor:
-    """The value of one draw for members with these seeds at these steps, members first.
+    """Return the values of one draw for members with these seeds at these steps, members first.
 
-    `columns`: `draw_columns` of these members, for code that must not touch the host.
+    Args:
+        columns: The result of `draw_columns` for these members, for code that must not use the host.
     """
     count, members = math.prod(draw.shape), seed.shape[0]
     shape = (members, *draw.shape)
@@ -265,14 +270,15 @@ def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: 
 
 
 def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
-    """Numbers per member as [M, 1, ...]; one number where all agree, so that it stays a constant in compiled code."""
+    """Return the members' numbers as [M, 1, ...], or one number if all agree, which stays a constant in compiled
+    code."""
     if all(value == values[0] for value in values):
         return values[0]
     return torch.tensor(values, device=device, dtype=torch.float64).view(-1, *[1] * ndim)
 
 
 def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
-    """[M, count]: each member's scale in the places whose bits are below its limit, zero elsewhere."""
+    """Return a mask [M, count]: each member's scale where its bits are below its limit, zero elsewhere."""
     fits = count < 2**31 and len(seed) < 2**16 and scales.dtype.itemsize <= 8
     if seed.is_cuda and fits and cuda_kernels.available():
         from shoal.utils.mask_kernel import counter_mask, write_mask
@@ -289,12 +295,12 @@ def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scal
 
 
 def signed(seed: int) -> int:
-    """A seed of 64 bits as the int64 that a tensor can hold."""
+    """Return a 64-bit seed as the int64 that a tensor can hold."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def generator_at(state: Any) -> torch.Generator:
-    """A CPU generator continuing from a saved state."""
+    """Return a CPU generator that continues from a saved state."""
     generator = torch.Generator()
     generator.set_state(state)
     return generator

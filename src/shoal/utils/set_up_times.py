@@ -1,4 +1,4 @@
-"""Measures set-up time: seconds by activity, as `results.plan.set_up` shows them."""
+"""Measure set-up time: seconds by activity, as `results.plan.set_up` shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Span:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds by activity; time in a nested block counts for the inner one alone."""
+    """Seconds by activity; the time in a nested block counts only for the inner one."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _inside: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ _times: ContextVar[Times | None] = ContextVar("times", default=None)
 
 @contextmanager
 def collected() -> Iterator[Times]:
-    """Inside, all `timed` blocks are added up here."""
+    """Collect the times of all `timed` blocks inside this context."""
     token = _times.set(times := Times())
     try:
         yield times
@@ -42,13 +42,13 @@ def collected() -> Iterator[Times]:
 
 
 def current() -> Times:
-    """The times of the current run."""
+    """Return the times of the current run."""
     return _times.get() or Times()
 
 
 @contextmanager
 def timed(name: str) -> Iterator[Span]:
-    """Count the time inside under this name; afterwards the yielded span has its seconds."""
+    """Count the time inside this context under a name; afterwards the yielded span has its seconds."""
     times, span, start = current(), Span(), perf_counter()
     times._inside.append(0.0)
     try:

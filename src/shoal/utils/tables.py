@@ -1,4 +1,4 @@
-"""Tables for people: plain text, with lines and colour where rich is installed and this is a terminal."""
+"""Tables for people: plain text, with lines and colour in a terminal if rich is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0, 1, 2)) -> str:
-    """The table as text; the columns in `left` are set flush left, the others right."""
+    """Return the table as text; the columns in `left` are aligned left, the others right."""
     if sys.stdout.isatty():
         try:
             return _rich(head, rows, left)
@@ -42,12 +42,12 @@ def _rich(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int
 
 
 def say(line: str) -> None:
-    """Print a line of progress for people: on stderr, so that results can be piped."""
+    """Print a line of progress on stderr, so that results on stdout can be piped."""
     print(f"shoal: {line}", file=sys.stderr, flush=True)
 
 
 def size(count: float) -> str:
-    """Bytes as people read them.
+    """Format a number of bytes.
 
     >>> size(3_200_000), size(512)
     ('3.2 MB', '512 B')
@@ -60,7 +60,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people read it.
+    """Format a number of seconds.
 
     >>> duration(0.0000031), duration(0.25), duration(75), duration(9000)
     ('3.1 µs', '250 ms', '75 s', '2.5 h')

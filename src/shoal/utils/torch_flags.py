@@ -1,5 +1,5 @@
-"""What a process has only one of, and a host program may have set or frozen: torch's flags and modes, its threads, the
-standard streams. A run changes what it was asked to change, and puts back what it has changed."""
+"""Global state of the process that the program may have set: torch's flags and modes, its threads, the standard
+streams. A run changes only what it was asked to change, and restores it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 
 @contextmanager
 def training_mode() -> Iterator[None]:
-    """Inside: operations are recorded for a backward pass, whatever mode the caller is in."""
+    """Record operations for a backward pass inside this context, whatever mode the caller is in."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silence what torch logs of an operator that fails on tensors without data: the exception says it."""
+    """Silence torch's log of operators that fail on fake tensors, since the exception says the same."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -34,11 +34,14 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def torch_flags(device: torch.device, threads: int | None = None, deterministic: bool = False) -> Iterator[None]:
-    """Inside: so many threads, and torch's deterministic algorithms, where they are asked for."""
+    """Use this number of threads and torch's deterministic algorithms inside this context, if they are asked for."""
     if threads is None and deterministic and device.type == "cpu":
-        threads = 1  # as in a process of its own: bits must not depend on how many there are
+        threads = 1  # as in a worker process: the bits must not depend on the number of processes
     threads_before = torch.get_num_threads()
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic_before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     benchmark = deterministic and device.type == "cuda" and bool(torch.backends.cudnn.benchmark)
     try:
         if threads is not None:
@@ -54,21 +57,21 @@ def torch_flags(device: torch.device, threads: int | None = None, deterministic:
         if threads is not None:
             torch.set_num_threads(threads_before)
         if deterministic:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.use_deterministic_algorithms(deterministic_before[0], warn_only=deterministic_before[1])
         if benchmark:
             _set_benchmark(True)
 
 
 def _set_benchmark(value: bool) -> None:
-    """Set cuDNN's flag, frozen or not: `torch.backends.cudnn.flags` would reset its other flags too."""
-    unfrozen: Any = getattr(torch.backends, "__allow_nonbracketed_mutation", nullcontext)
-    allowed: AbstractContextManager[Any] = unfrozen()
+    """Set cuDNN's flag even if flags are frozen; `torch.backends.cudnn.flags` would reset its other flags too."""
+    allow_mutation: Any = getattr(torch.backends, "__allow_nonbracketed_mutation", nullcontext)
+    allowed: AbstractContextManager[Any] = allow_mutation()
     with allowed:
         torch.backends.cudnn.benchmark = value
 
 
 def flush_output() -> None:
-    """Write out what was printed. A program without a terminal may have no streams, or closed ones."""
+    """Flush stdout and stderr. A program without a terminal may have no streams, or closed ones."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

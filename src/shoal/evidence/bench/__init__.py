@@ -1,4 +1,4 @@
-"""The same work done several ways, side by side: what `shoal bench` runs.
+"""`shoal bench`, which measures several ways to do the same work.
 
-Importing this package loads no torch, so that the command line stays quick.
+Importing this package does not import torch, so that the command line stays quick.
 """

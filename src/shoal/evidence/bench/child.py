@@ -1,4 +1,4 @@
-"""A process of its own for one measurement: its memory is its own, and its crash is an error of one line."""
+"""Run a measurement in its own process, so that its memory is separate and its crash is an error of one line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.errors import describe
 
 
 class ChildError(Exception):
-    """What went wrong in the process; the message is the reason, in one line."""
+    """An error in the process; the message is the reason, in one line."""
 
 
 class Child:
-    """Runs `target(*args, pipe)` in a new process, and talks with it."""
+    """Runs `target(*args, pipe)` in a new process, and exchanges messages with it."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         context = get_context("spawn")
@@ -38,7 +38,7 @@ class Child:
             raise self._died() from None
 
     def receive(self, deadline: float | None = None) -> Any:
-        """Its next message; ChildError with the reason if there is none by then (time.monotonic)."""
+        """Return its next message, or raise a ChildError if there is none until `deadline` (time.monotonic)."""
         if deadline is not None and not self.pipe.poll(max(0.0, deadline - time.monotonic())):
             raise ChildError("no time left: raise --limit")
         try:
@@ -59,7 +59,7 @@ class Child:
         return ChildError(f"its process died (exit code {self.process.exitcode})")
 
     def close(self, patience: float = 15.0) -> None:
-        """End it: by closing the pipe, and by force where that takes too long."""
+        """End the process by closing the pipe, and by force if that takes too long."""
         self.pipe.close()
         self.process.join(patience)
         for end in (self.process.terminate, self.process.kill):
@@ -69,13 +69,13 @@ class Child:
 
 
 def _run(target: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -> None:
-    warnings.simplefilter("ignore")  # vmap's remarks about speed are what the table shows
+    warnings.simplefilter("ignore")  # vmap warns about its speed, which the table shows
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave through `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit through `finally` blocks
     try:
         target(*args, pipe)
     except (EOFError, ConnectionError, KeyboardInterrupt):
-        pass  # the other end has no more questions
+        pass  # the other end has closed the pipe
     except Exception as error:
         with suppress(ConnectionError):
             pipe.send(ChildError(describe(error)))
@@ -83,20 +83,23 @@ def _run(target: Callable[..., None], args: tuple[Any, ...], pipe: Connection) -
 
 @contextmanager
 def ignoring_interrupts() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C until they ask for it: in the middle of its imports one would only print a
-    traceback. It ends when the other end of its pipe is closed."""
-    if threading.current_thread() is not threading.main_thread():  # where signals may not be set
+    """Make processes that are started inside this context ignore Ctrl-C until they handle it themselves.
+
+    A process in the middle of its imports would only print a traceback. It ends when the other end of its pipe is
+    closed.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    old_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)
 
 
 def prepare_torch(device: str, threads: int | None) -> None:
-    """The same settings for every way: what a careful user sets."""
+    """Set torch's flags as a careful user would, the same for every way."""
     import torch
 
     if threads is not None:

@@ -1,4 +1,4 @@
-"""Real data for comparisons: MNIST and its like from a folder, scikit-learn's digits where none is given."""
+"""Real data for comparisons: MNIST and similar data from a folder, or scikit-learn's digits if no folder is given."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 DIGITS_TEST = 360
 HELD_OUT = 6
-"""One row in so many of the training rows is held out where settings are chosen."""
+"""One in this many of the training rows is held out when settings are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Rows [N, D] of floats with their classes."""
+    """Rows [N, D] of floats with their classes, for training and for testing."""
 
     name: str
     x: Tensor
@@ -36,16 +36,17 @@ class Data:
         return int(self.y.max()) + 1
 
     def held_out(self) -> Data:
-        """Without the test rows: a share of the training rows takes their place. Settings are chosen on this."""
+        """Return data on which settings are chosen: a part of the training rows replaces the test rows."""
         held = torch.arange(len(self.x)) % HELD_OUT == 0
         return Data(f"{self.name}, held out", self.x[~held], self.y[~held], self.x[held], self.y[held])
 
 
 def load(folder: Path | None = None, rows: int | None = None) -> Data:
-    """MNIST from `mnist.npz` in this folder, or digits; `rows` of the training rows, the first of one fixed order."""
+    """Return MNIST from `mnist.npz` in this folder, or digits; `rows` limits the training rows, in one fixed random
+    order."""
     data = _digits() if folder is None else _mnist(folder)
-    mixed = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))
-    chosen = mixed if rows is None else mixed[:rows]
+    order = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))
+    chosen = order if rows is None else order[:rows]
     mean, deviation = data.x[chosen].mean(), data.x[chosen].std()
     return Data(
         data.name,
@@ -76,24 +77,24 @@ def _digits() -> Data:
 
 
 def digits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """scikit-learn's handwritten digits of 8 x 8 pixels, rows [1797, 64] from 0 to 1 in one fixed random order, and
-    their classes."""
+    """Return scikit-learn's handwritten digits, rows [1797, 64] from 0 to 1 in one fixed random order, and their
+    classes."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ValueError("this needs scikit-learn: pip install 'shoal[demo]'") from None
     images, classes = load_digits(return_X_y=True)
-    mixed = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return torch.as_tensor(images, dtype=dtype)[mixed] / 16, torch.as_tensor(classes, dtype=torch.int64)[mixed]
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return torch.as_tensor(images, dtype=dtype)[order] / 16, torch.as_tensor(classes, dtype=torch.int64)[order]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of rows whose largest output is their class: a metric of jobs."""
+    """Return the fraction of rows whose largest output is their class, as a metric of jobs."""
     return (outputs.argmax(-1) == targets).double().mean()
 
 
 def finished(results: Results) -> Results:
-    """These results; RuntimeError where one of the trainings did not end well."""
+    """Return these results, or raise a RuntimeError if one of them is not done."""
     for result in results:
         if result.status != "done":
             raise RuntimeError(f"{result.name} ended as {result.status}: {result.error}")

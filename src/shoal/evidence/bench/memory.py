@@ -1,4 +1,4 @@
-"""What a way costs in memory: as the allocator, the operating system and the driver see it."""
+"""Measure the memory that a way needs, as the allocator, the operating system and the driver see it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from shoal.evidence.bench.child import Child, ChildError
 
 @dataclass(kw_only=True)
 class Memory:
-    """Bytes; None where this device cannot say."""
+    """Numbers of bytes, or None if this device cannot measure them."""
 
     allocated: int | None = None
-    """GPU: the most that tensors took."""
+    """GPU: the peak of tensors."""
     reserved: int | None = None
-    """GPU: the most that the allocator held, captured graphs included."""
+    """GPU: the peak of the allocator, captured graphs included."""
     growth: int | None = None
-    """CPU: how far the resident set grew over a process that has only imported torch."""
+    """CPU: how far the resident set grew beyond a process that has only imported torch."""
     resident: int | None = None
-    """Host: proportional set size of all the processes of this way, libraries included."""
+    """Host: the proportional set size of all processes of this way, libraries included."""
     driver: int | None = None
-    """GPU: what the driver reports in use beyond what was in use before, contexts included."""
+    """GPU: what the driver reports as used beyond what was used before, contexts included."""
 
 
 def _proc(file: str, field: str) -> int | None:
-    """A kB line of a file in /proc/self, in bytes; None where there is no /proc."""
+    """Return a line in kB of a file in /proc/self, in bytes, or None if there is no /proc."""
     try:
         for line in Path("/proc/self", file).read_text().splitlines():
             if line.startswith(field + ":"):
@@ -40,9 +40,9 @@ def _proc(file: str, field: str) -> int | None:
 
 
 def peak_resident() -> int | None:
-    """The most this process has held.
+    """Return the peak of this process's resident set.
 
-    Not ru_maxrss: after an exec that still holds what the parent had.
+    ru_maxrss is not used, because after an exec it still includes the parent's memory.
     """
     peak = _proc("status", "VmHWM")
     if peak is None and sys.platform == "darwin":
@@ -53,7 +53,7 @@ def peak_resident() -> int | None:
 
 
 class Meter:
-    """Measures this process from the moment it is made: make it after the imports, before the work."""
+    """Measures this process from now on; create it after the imports, before the work."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -91,8 +91,8 @@ def _answer_with_used(device: str, pipe: Connection) -> None:
 class Driver:
     """Asks the driver how much of the GPU is in use.
 
-    The asking needs a context of its own, which takes memory too: it lives in one process that stays
-    for the whole benchmark, so that its share is in every reading and drops out of the differences.
+    Asking needs a CUDA context, which takes memory too. It is in one process that stays for the whole benchmark, so
+    that its share is in every reading and drops out of the differences.
     """
 
     def __init__(self, device: str) -> None:
@@ -115,7 +115,7 @@ class Driver:
 
 
 def host_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -17,28 +17,28 @@ Layers = list[nn.Module]
 
 
 ImageNet = 1000
-"""Classes."""
+"""The number of classes."""
 Kernel = int | tuple[int, int]
 
 
 def scaled(width: float) -> Callable[[int], int]:
-    """Numbers of channels of a network that is so many times as wide."""
+    """Return a function that scales a number of channels by `width`."""
     return lambda channels: max(4, round(channels * width))
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     layers: Layers = [part for a, b in pairwise(widths[:-1]) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
 
 
 def mlp3(side: int = 224, hidden: int = 128, classes: int = ImageNet) -> nn.Module:
-    """Three linear layers over the flattened image."""
+    """Return three linear layers over the flattened image."""
     return nn.Sequential(nn.Flatten(), *mlp(3 * side * side, hidden, hidden, classes))
 
 
 class Residual(nn.Sequential):
-    """Adds its input to what its layers make of it."""
+    """Adds its input to the output of its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + super().forward(x)  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class Residual(nn.Sequential):
 
 
 class Dense(nn.Sequential):
-    """Puts what its layers make of its input behind the input."""
+    """Concatenates its input and the output of its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, super().forward(x)], 1)  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ def _classifier(layers: Layers, channels: int, classes: int, dropout: float = 0.
 
 
 def mobilenet_v2(classes: int = ImageNet) -> nn.Module:
-    """Inverted residuals with linear bottlenecks, width 1.0."""
+    """Return MobileNetV2: inverted residuals with linear bottlenecks, width 1.0."""
     # expansion, output channels, repeats, stride of the first
     stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     layers: Layers = [*_conv_norm(3, 32, 3, 2), nn.ReLU6()]
@@ -79,7 +79,7 @@ def mobilenet_v2(classes: int = ImageNet) -> nn.Module:
 
 
 class Conv(nn.Module):
-    """A convolution without bias, batch norm, ReLU."""
+    """A convolution without bias, followed by batch norm and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int = 1, padding: Kernel = 0) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Conv(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1, around which the input goes by itself."""
+    """Three convolutions, 1 x 1, 3 x 3 and 1 x 1, with a shortcut around them."""
 
     def __init__(self, inputs: int, middle: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Sixteen residual blocks of three convolutions, one fully connected layer."""
+    """A network of sixteen residual blocks of three convolutions and one fully connected layer."""
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ResNet50(nn.Module):
 
 
 def densenet121(classes: int = ImageNet, growth: int = 32) -> nn.Module:
-    """Dense blocks of 6, 12, 24 and 16 layers, growth 32, halving between them."""
+    """Return DenseNet-121: dense blocks of 6, 12, 24 and 16 layers, growth 32, halving between them."""
     channels = 2 * growth
     layers: Layers = [*_conv_norm(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     for repeats in (6, 12, 24, 16):

@@ -1,4 +1,4 @@
-"""A benchmark's result for people: a table, a picture, a file. Reads the plain data that `run.bench` returns."""
+"""Show a benchmark's result as a table, a picture or a file, from the plain data that `run.bench` returns."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 def size(value: float | None) -> str:
-    """Bytes for people; nothing where they are not known."""
+    """Format a number of bytes, or return "" if it is unknown."""
     return "" if value is None else tables.size(value)
 
 
 def percent(value: float | None, missing: str = "") -> str:
-    """A share as per cent."""
+    """Format a fraction as per cent."""
     return missing if value is None else f"{100 * value:.1f} %"
 
 
 def milliseconds(value: float | None) -> str:
-    """Three digits."""
+    """Format milliseconds with three digits."""
     if value is None:
         return ""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def peak(memory: dict[str, Any] | None) -> int | None:
-    """The figure for the table: what the allocator held at most (GPU), how far the resident set grew (CPU)."""
+    """Return the memory for the table: the allocator's peak on a GPU, the growth of the resident set on a CPU."""
     if memory is None:
         return None
     most: int | None = memory["reserved"] if memory["reserved"] is not None else memory["growth"]
@@ -40,14 +40,14 @@ def peak(memory: dict[str, Any] | None) -> int | None:
 
 
 def heading(result: dict[str, Any]) -> str:
-    """What was measured on what, in one line."""
+    """Return in one line what was measured on what."""
     at = result["stamp"]
     device = at["gpu"] or f"{at['processor']}, {at['cores']} cores, {at['threads']} threads"
     return f"{device}; torch {at['torch']}; code {at['commit'] or at['source']}; {at['date']}"
 
 
 def table(result: dict[str, Any], console: Console) -> None:
-    """One table: milliseconds for a step of all members, against sequential eager; memory beside."""
+    """Print milliseconds for a step of all members, the ratio to sequential eager, and memory."""
     from rich.table import Table
 
     gpu = result["stamp"]["gpu"] is not None
@@ -83,13 +83,13 @@ def table(result: dict[str, Any], console: Console) -> None:
 
 
 def _plain(text: str, longest: int = 110) -> str:
-    """Text that the table will not take for markup, and that leaves room for the rest."""
+    """Return text that the table does not interpret as markup, shortened to leave room for the rest."""
     text = text if len(text) <= longest else text[: longest - 3] + "..."
     return text.replace("[", "(").replace("]", ")")
 
 
 def _memory_lines(result: dict[str, Any]) -> list[str]:
-    """Shoal's reserved peak beside the sum of the members' own."""
+    """Return lines that compare Shoal's reserved peak with the sum of the members' own peaks."""
     solo = {row["network"]: row["solo_reserved"] for row in result["results"] if row["way"] == "eager"}
     lines = []
     for row in result["results"]:
@@ -102,24 +102,24 @@ def _memory_lines(result: dict[str, Any]) -> list[str]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The plain data as JSON."""
+    """Return the plain data as JSON."""
     return json.dumps(result, indent=2)
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """The plain data as JSON, in a file."""
+    """Write the plain data to a file as JSON."""
     path.write_text(text(result) + "\n")
 
 
 def new_figure(width: float, height: float = 4.5) -> Any:
-    """A figure of matplotlib's that is drawn into a file."""
+    """Return a matplotlib figure that is drawn into a file."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars on a log scale: milliseconds for a step of all members, by network and way."""
+    """Draw bars on a log scale: milliseconds for a step of all members, by network and way."""
     networks = list(dict.fromkeys(row["network"] for row in result["results"]))
     times = {(row["network"], row["way"]): row["ms"] for row in result["results"]}
     series: dict[str, Sequence[float | None]] = {
@@ -131,10 +131,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_bars(path: Path, bars: list[tuple[str, float | None, float]], *, ylabel: str, title: str) -> None:
-    """Ours beside the published numbers: two bars for each label, shares as per cent; a missing one is left out."""
+    """Draw our numbers beside the published ones: two bars for each label, fractions as per cent; missing ones are
+    left out."""
     series: dict[str, Sequence[float | None]] = {
         "Shoal": [None if ours is None else 100 * ours for _, ours, _ in bars],
-        "published": [100 * there for *_, there in bars],
+        "published": [100 * published for *_, published in bars],
     }
     grouped_bars(path, [label for label, *_ in bars], series, ylabel=f"{ylabel}, %", title=title)
 
@@ -143,17 +144,17 @@ def grouped_bars(
     path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], *, ylabel: str, title: str,
     log: bool = False,
 ) -> None:  # fmt: skip
-    """A group of bars for each label, one bar for each series that has a number there."""
+    """Draw a group of bars for each label, with one bar for each series that has a number there."""
     figure = new_figure(max(6.0, (0.3 * len(series) + 0.4) * len(labels) + 2))
     axes = figure.subplots()
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
-        known = [(place + number * width, value) for place, value in enumerate(values) if value is not None]
-        bars = axes.bar([place for place, _ in known], [value for _, value in known], width, label=name)
+        known = [(position + number * width, value) for position, value in enumerate(values) if value is not None]
+        bars = axes.bar([position for position, _ in known], [value for _, value in known], width, label=name)
         axes.bar_label(bars, labels=[milliseconds(value) for _, value in known], fontsize=6, rotation=90, padding=2)
     axes.set_yscale("log" if log else "linear")
     axes.margins(y=0.15)
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(labels))], labels, rotation=30, ha="right")
+    axes.set_xticks([position + 0.4 - width / 2 for position in range(len(labels))], labels, rotation=30, ha="right")
     axes.set_ylabel(ylabel)
     axes.set_title(title, fontsize=7)
     axes.legend(fontsize=7)

@@ -1,7 +1,7 @@
-"""Measure the ways against each other: in turn on a CPU, one at a time on a GPU.
+"""Measure the ways against each other: in turns on a CPU, one at a time on a GPU.
 
-On a CPU, whose speed drifts with its neighbours, all ways stay ready and take turns round by round; a ratio is
-the median over rounds of ratios within a round. On a GPU each way has the device to itself and leaves before the next.
+The speed of a CPU changes with the load of others, so all ways stay ready and take turns; a ratio is the median over
+rounds of ratios within a round. On a GPU each way has the device alone and ends before the next begins.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shoal.evidence.bench.workloads import Spec, kind_of, workload
 from shoal.jobs.job import Job
 
 BASE = "eager"
-SETUP_SHARE = 0.7  # of a network's time: the rest is for the rounds
+SETUP_SHARE = 0.7  # the fraction of a network's time for set-up; the rest is for the rounds
 Tell = Callable[[str], None]
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """How to measure; what to measure is a Spec."""
+    """How to measure; a Spec says what to measure."""
 
     ways: tuple[str, ...] = tuple(TITLES)
     device: str = "cpu"
     rounds: int = 20
     round_seconds: float = 0.25
-    """Long enough that starting and stopping the clock is not seen."""
+    """Seconds of a round, long enough that starting and stopping the clock does not matter."""
     warm_up: int = 3
     threads: int | None = None
-    """CPU threads for every way; None: as torch chooses."""
+    """CPU threads for every way; None leaves torch's choice."""
     limit: float = 1800.0
     """Seconds for everything."""
 
@@ -68,13 +68,13 @@ class Outcome:
     note: str = ""
     setup_s: float | None = None
     times_ms: list[float] = field(default_factory=list)
-    """A step of all members, one figure a round."""
+    """Milliseconds for a step of all members, one number per round."""
     memory: Memory | None = None
     ratio: float | None = None
     """How many times faster than sequential eager."""
     predicted_ms: float | None = None
     solo_reserved: int | None = None
-    """GPU, on the row of sequential eager: what the members would reserve alone, added up."""
+    """On a GPU, in the row of sequential eager: the sum of what the members would reserve alone."""
 
     @property
     def ms(self) -> float | None:
@@ -85,13 +85,14 @@ class Outcome:
 
 
 def synchronize(device: str) -> None:
-    """Wait for a GPU."""
+    """Wait for a GPU to finish."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 def _measure_alone(jobs: Sequence[Job], settings: Settings) -> tuple[Memory, int | None]:
-    """Train the first network of each kind alone: the largest peak, and the sum of the reserved ones over members."""
+    """Train the first network of each kind alone, and return the largest peak and the sum of reserved bytes over
+    members."""
     largest, total = Memory(), 0
     for name, number in Counter(map(kind_of, jobs)).items():
         meter = Meter(settings.device)
@@ -110,13 +111,13 @@ def _measure_alone(jobs: Sequence[Job], settings: Settings) -> tuple[Memory, int
 
 
 def _serve(name: str, spec: Spec, settings: Settings, pipe: Connection) -> None:
-    """In a child: set a way up, send its outcome so far and the seconds of a step; then step or read memory on request,
-    until the other end of the pipe is closed."""
+    """Set up a way in a child process, send its outcome so far and the seconds of a step, then step or measure on
+    request."""
     device = settings.device
     prepare_torch(device, settings.threads)
     meter, jobs = Meter(device), workload(spec)
     outcome = Outcome(network=spec.network, way=name, members=spec.members)
-    if name == BASE:  # a loop trains one network at a time: its memory is one network's
+    if name == BASE:  # a loop trains one network at a time and needs the memory of one
         outcome.memory, outcome.solo_reserved = _measure_alone(jobs, settings)
 
     def timed(n: int) -> float:
@@ -139,7 +140,7 @@ def _serve(name: str, spec: Spec, settings: Settings, pipe: Connection) -> None:
 
 
 class _Row:
-    """An outcome while its child is alive."""
+    """An outcome while its child process is alive."""
 
     def __init__(self, outcome: Outcome, settings: Settings) -> None:
         self.outcome = outcome
@@ -158,7 +159,7 @@ class _Row:
         self.outcome.times_ms.append(1e3 * seconds / self.steps)
 
     def finish(self, driver: Driver, before: int | None, deadline: float) -> None:
-        """Read its memory while it is all there."""
+        """Read the memory of the child while it is still there."""
         assert self.child is not None
         if self.outcome.way != BASE:
             self.outcome.memory = self.child.ask(0, deadline)
@@ -177,14 +178,14 @@ class _Row:
 
 
 def _share(end: float, left: int) -> float:
-    """When the first of `left` must be done, so that one slow compile takes no time from the others."""
+    """Return when the first of `left` must be done, so that one slow compilation takes no time from the others."""
     now = time.monotonic()
     return now + (end - now) / left
 
 
 def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
-    """Set the rows up, then measure them round by round in turn, as long as there is time."""
-    before = driver.used()
+    """Set up the rows, then measure them in turns, round by round, while there is time."""
+    used_before = driver.used()
     share = SETUP_SHARE if len(rows) > 1 else 1.0
     setup_end = time.monotonic() + share * (deadline - time.monotonic())
     for i, row in enumerate(rows):
@@ -209,7 +210,7 @@ def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, t
         longest = max(longest, time.monotonic() - start)
     for row in rows:
         if row.child is not None:
-            _finish(row, driver, before, deadline)
+            _finish(row, driver, used_before, deadline)
 
 
 def _finish(row: _Row, driver: Driver, before: int | None, deadline: float) -> None:
@@ -223,7 +224,7 @@ def _finish(row: _Row, driver: Driver, before: int | None, deadline: float) -> N
 
 
 def compare(spec: Spec, settings: Settings, deadline: float, driver: Driver, tell: Tell) -> list[Outcome]:
-    """Every way on one network."""
+    """Measure every way on one network."""
     ways = sorted(dict.fromkeys(settings.ways), key=list(TITLES).index)
     rows = [_Row(Outcome(network=spec.network, way=way, members=spec.members), settings) for way in ways]
     try:
@@ -239,7 +240,7 @@ def compare(spec: Spec, settings: Settings, deadline: float, driver: Driver, tel
 
 
 def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
-    """Against sequential eager, round by round where the rounds took turns."""
+    """Set the ratios to sequential eager, round by round if the rounds took turns."""
     base = next((o for o in outcomes if o.way == BASE), None)
     if base is None or not base.times_ms:
         return
@@ -247,16 +248,16 @@ def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
         if not outcome.times_ms:
             continue
         if paired:
-            pairs = zip(base.times_ms, outcome.times_ms, strict=False)  # rounds both took part in
+            pairs = zip(base.times_ms, outcome.times_ms, strict=False)  # rounds in which both took part
             outcome.ratio = statistics.median(b / t for b, t in pairs)
         else:
             outcome.ratio = statistics.median(base.times_ms) / statistics.median(outcome.times_ms)
 
 
 def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Measure all; the result as plain data.
+    """Measure everything and return the result as plain data.
 
-    Each network may use an equal share of the time that is left.
+    Each network may use an equal share of the remaining time.
     """
     end = time.monotonic() + settings.limit - min(5.0, settings.limit / 10)  # the rest is for ending processes
     outcomes: list[Outcome] = []

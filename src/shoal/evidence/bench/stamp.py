@@ -1,4 +1,4 @@
-"""On what, and with which code, a number was measured."""
+"""The hardware and the code with which a number was measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.evidence.bench.memory import host_cores
 
 
 def source_hash() -> str:
-    """Names the code itself, for copies that have no git history."""
+    """Return a hash of the source code, for copies that have no git history."""
     root = Path(__file__).resolve().parents[2]
     total = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -22,7 +22,7 @@ def source_hash() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the working tree this runs from, with a + where files have changed since; None outside of git."""
+    """Return the commit of the working tree, with a "+" if files have changed since, or None outside of git."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *args]
@@ -45,7 +45,7 @@ def _processor() -> str:
 
 
 def stamp(device: str, threads: int | None) -> dict[str, Any]:
-    """Hardware, versions, commit."""
+    """Return hardware, versions and commit."""
     import torch
 
     from shoal.environment import environment

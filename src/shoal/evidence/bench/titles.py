@@ -1,4 +1,4 @@
-"""The ways, and what the table calls them. Apart from `ways`, so that naming them loads no torch."""
+"""The names of the ways in the table. They are not in `ways`, so that listing them does not import torch."""
 
 TITLES = {
     "eager": "sequential, eager",

@@ -1,4 +1,4 @@
-"""The same jobs, several ways. Each is written as well as it can be without the others.
+"""Several ways to train the same jobs, each written as well as it can be.
 
 A way is opened on jobs and then stepped: `step(n)` trains every member for n more batches. All do the same work: gather
 the batch from the data set on the device, forward, loss, backward, Adam with the member's own learning rate, batch
@@ -21,15 +21,15 @@ from shoal.evidence.bench.titles import TITLES
 from shoal.evidence.bench.workloads import Loss, kind_of
 from shoal.jobs.job import Job
 
-WARM_UP = 3  # steps before a capture: lets lazy initialisation and autotuning happen outside the graph
+WARM_UP = 3  # steps before a capture, so that lazy initialisation and autotuning happen outside the graph
 ON_CPU = "compiled; nothing to capture on a CPU"
 
 
 class Way(ABC):
-    """One way of training all members, in progress."""
+    """A way to train all members, ready to step."""
 
     note = ""
-    """What the reader of the table must know about this measurement."""
+    """What a reader of the table must know about this measurement."""
     predicted_ms: float | None = None
 
     @abstractmethod
@@ -38,27 +38,29 @@ class Way(ABC):
 
     @abstractmethod
     def losses(self) -> list[float]:
-        """Every member's loss at its latest batch."""
+        """Return every member's loss at its latest batch."""
 
     def close(self) -> None:  # noqa: B027 (most ways hold nothing but tensors)
-        """Let go of what garbage collection does not."""
+        """Free what garbage collection does not."""
 
 
 def build(job: Job, device: torch.device) -> nn.Module:
-    """The job's network as its owner would build it."""
+    """Build the job's network as its owner would."""
     torch.manual_seed(job.seed)
     return job.model().to(device).train()
 
 
 def epochs(job: Job) -> Callable[[], Tensor]:
-    """Gives all rows in an order of their own, epoch after epoch."""
+    """Return a function that returns a new order of all rows for each epoch."""
     generator = torch.Generator().manual_seed(job.order_seed)
     return lambda: torch.randperm(len(job.data[0]), generator=generator)
 
 
 class Loop(Way):
-    """One network after the other in plain PyTorch; `compiled`: each step compiled and, on a GPU, captured, the best a
-    loop can be."""
+    """Trains one network after the other in plain PyTorch.
+
+    With `compiled`, each step is compiled and, on a GPU, captured, which is the best that a loop can do.
+    """
 
     def __init__(self, jobs: Sequence[Job], device: torch.device, *, compiled: bool = False) -> None:
         forward, pool = _forward, None
@@ -111,9 +113,9 @@ class _Solo:
 
 
 class Feed:
-    """Gives a step its rows: from the host, or from an order that lies on the device with its own counter.
+    """Gives a step its rows: from the host, or from an order on the device with its own counter.
 
-    The counter moves inside the captured graph, so that a step costs the host one launch.
+    The counter advances inside the captured graph, so that a step costs the host one launch.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Feed:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP):  # true training steps, as every other
+            for _ in range(WARM_UP):  # these are real training steps
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
         self.done = WARM_UP
@@ -238,7 +240,7 @@ class Vmap(Way):
 
 
 class Packed(Way):
-    """Shoal. The only place that touches the engine."""
+    """Trains with Shoal. This is the only place that uses the engine."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
         engine = importlib.import_module("shoal.engine.runtime._timing")
@@ -256,7 +258,7 @@ class Packed(Way):
 
 
 def allow_recompiles(members: int) -> None:
-    """Let every member have its own compiled code where PyTorch's guards tell them apart."""
+    """Allow separate compiled code for every member if PyTorch's guards distinguish them."""
     from torch._dynamo import config
 
     config.recompile_limit = max(8, 4 * members)
@@ -264,7 +266,7 @@ def allow_recompiles(members: int) -> None:
 
 
 def open_way(name: str, jobs: Sequence[Job], device: torch.device) -> Way:
-    """Start a way; ValueError where it cannot do this work."""
+    """Start a way, or raise a ValueError if it cannot do this work."""
     if name not in TITLES:
         raise ValueError(f"no way {name!r}; there are {', '.join(TITLES)}")
     if name == "shoal":

@@ -1,8 +1,8 @@
 """What the benchmark trains, as jobs: for each network its data, batch size, loss and a learning rate per member.
 
 Every way takes these jobs, so that all train the same networks from the same weights on the same rows in the same
-order: a member's model is built under its seed, and its rows come from `torch.randperm(rows, generator)` per epoch
-with a generator of that seed, as for any job.
+order: a member's model is built under its seed, and its rows come from `torch.randperm(rows, generator)` per epoch with
+a generator of that seed, as for any job.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from shoal.jobs.job import Job
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 TINY = partial(models.MLP, 64, 32, layers=1)
-"""One hidden layer: a step is almost all overhead, so packing has the most to give."""
+"""A network with one hidden layer, whose step is almost all overhead, so that packing helps most."""
 MIXED = ("mlp", "cnn", "gpt", "resnet")
 MIXED_BATCHES = 64
-"""Of networks in one list, all with epochs of one length."""
+"""The number of batches in an epoch of different networks in one list."""
 EPOCHS = 1000
-"""More than any measurement takes."""
+"""More epochs than any measurement takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Names a workload, small enough to send to another process."""
+    """The name and size of a workload, small enough to send to another process."""
 
     network: str
     members: int = 32
     precision: str | None = None
     batch_size: int | None = None
-    """None: the network's own."""
+    """The batch size; None means the network's own."""
     side: int | None = None
-    """Image side of the published networks; None: 224."""
+    """The image side of the published networks; None means 224."""
     batches: int | None = None
-    """Batches in the data set; None: as many as an epoch of the network's own kind of data has."""
+    """The number of batches in the data set; None means an epoch of the network's usual data."""
 
     def __post_init__(self) -> None:
         if self.members < 1:
@@ -55,25 +55,26 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One network with its data."""
+    """A network with its data."""
 
     name: str
     make: Callable[[], nn.Module]
     data: Callable[[int], tuple[Tensor, Tensor]]
-    """rows -> inputs and targets on the CPU."""
+    """A function from a number of rows to inputs and targets on the CPU."""
     batch_size: int
     batches: int = 64
-    """In an epoch: 60,000 small grey images, 50,000 small coloured ones, a text of 1.1 million characters."""
+    """The number in an epoch, of 60,000 small grey images, 50,000 small colour ones, or a text of 1.1 million
+    characters."""
     loss: Loss = F.cross_entropy
 
 
 def kind_of(job: Job) -> str:
-    """The name of the network that a job of the benchmark trains."""
+    """Return the name of the network that a job of the benchmark trains."""
     return str(job.name).rpartition("-")[0]
 
 
 def token_loss(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """Mean cross entropy over every token."""
+    """Return the mean cross entropy over every token."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten())
 
 
@@ -89,7 +90,7 @@ def _tokens(length: int, vocabulary: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _channels_last(make: Callable[[], nn.Module]) -> nn.Module:
-    """The layout people choose for convolutional networks in reduced precision; here for every way alike."""
+    """Return the network with channels last, the usual layout of convolutions in reduced precision, for every way."""
     model: Any = make()
     done: nn.Module = model.to(memory_format=torch.channels_last)
     return done
@@ -133,17 +134,17 @@ def _published(side: int) -> dict[str, Kind]:
 
 
 def names() -> tuple[str, ...]:
-    """Every network the benchmark knows."""
+    """Return the names of all networks of the benchmark."""
     return (*_kinds(), "mixed", *_published(224))
 
 
 def learning_rates(members: int) -> list[float]:
-    """From 3e-4 to 3e-3 in equal factors, one for each member."""
+    """Return a learning rate for each member, from 3e-4 to 3e-3 in equal factors."""
     return [3e-4 * 10 ** (i / max(1, members - 1)) for i in range(members)]
 
 
 def workload(spec: Spec, epochs: int = EPOCHS) -> list[Job]:
-    """The jobs that a Spec names, their data made on the CPU, once for each kind of network.
+    """Return the jobs that a Spec names, with data made on the CPU once for each kind of network.
 
     >>> jobs = workload(Spec(network="tiny", members=3, batches=2))
     >>> len(jobs), jobs[0].data[0].shape, jobs[0].data is jobs[1].data

@@ -1,4 +1,5 @@
-"""Alone beside packed: the numbers of the demonstration and its picture. Needs neither torch nor a GPU."""
+"""Compare training alone and packed: the numbers of the demonstration and its picture. Needs neither torch nor a
+GPU."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,33 +11,33 @@ import numpy as np
 from shoal.evidence.bench.report import new_figure
 
 EQUAL = 1e-9
-"""Largest relative difference of a weight, in float64, that is still rounding."""
+"""The largest relative difference of a weight, in float64, that counts as rounding."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """What the demonstration found; every number is measured unless its name says estimated."""
+    """The result of the demonstration; every number is measured unless its name says estimated."""
 
     networks: int
     alone_trained: int
     """How many networks were trained alone before time ran out."""
     alone_seconds: float
-    """For `alone_trained` networks."""
+    """Seconds for `alone_trained` networks."""
     alone_seconds_estimated: float | None
-    """For all networks, in proportion; None when all were trained."""
+    """Seconds for all networks, estimated in proportion; None if all were trained."""
     packed_seconds: float
     gain: float
-    """Time alone, measured or estimated, over time packed."""
+    """The time alone, measured or estimated, divided by the time packed."""
     alone_peak_bytes: int | None
     packed_peak_bytes: int | None
     import_bytes: int | None
-    """Of both peaks, what PyTorch, Shoal and the data take before any training."""
+    """The part of both peaks that PyTorch, Shoal and the data take before any training."""
     best_name: str
     best_accuracy: float
     tiers: list[str]
     largest_difference: float
-    """Of any weight of any network between the two ways, relative to the largest weight of its tensor; in float32,
-    where another order of summation can flip a ReLU: for information, not a verdict."""
+    """The largest difference of a weight between the two ways in float32, relative to the largest weight of its
+    tensor. It is for information only, since another order of summation can flip a ReLU."""
     float64_difference: float
     """The same in float64, where both ways must agree."""
     float64_networks: int
@@ -58,7 +59,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The gain in words, also where there is none."""
+        """The gain in words, even if there is none."""
         return f"{self.gain:.1f} times faster" if self.gain >= 1 else f"{1 / self.gain:.1f} times slower"
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Comparison:
 
 
 def largest_difference(alone: Mapping[str, np.ndarray[Any, Any]], packed: Mapping[str, np.ndarray[Any, Any]]) -> float:
-    """Over every weight that was trained alone: |packed - alone|, relative to the tensor's largest weight."""
+    """Return the largest |packed - alone| over all weights trained alone, relative to the tensor's largest weight."""
     assert alone, "nothing was trained alone"
     worst = 0.0
     for key in alone:
@@ -76,7 +77,7 @@ def largest_difference(alone: Mapping[str, np.ndarray[Any, Any]], packed: Mappin
 
 
 def compare(alone: dict[str, Any], packed: dict[str, Any], checked: dict[str, Any], names: list[str]) -> Comparison:
-    """Put the two workers' results beside each other, with what the check in float64 measured."""
+    """Combine the results of both workers with the check in float64."""
     networks, trained = len(names), int(alone["trained"])
     seconds = float(alone["seconds"])
     estimated = None if trained == networks else seconds * networks / trained
@@ -106,7 +107,7 @@ def compare(alone: dict[str, Any], packed: dict[str, Any], checked: dict[str, An
 
 
 def draw(path: Path, comparison: Comparison, histories: list[list[dict[str, float]]], rates: list[float]) -> None:
-    """Learning curves of all networks, one colour for each learning rate, beside the two times."""
+    """Draw the learning curves of all networks, with a colour for each learning rate, beside the two times."""
     from matplotlib import colormaps
 
     figure = new_figure(11)

@@ -15,7 +15,7 @@ DROPOUTS = (0.0, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2, 3)
 WIDTH, BATCH_SIZE, EPOCHS, ROWS = 32, 32, 8, 1437
 CHECKED_EPOCHS = 2
-"""Epochs in float64, where packed and alone are held to be equal."""
+"""The number of epochs in float64, where packed and alone must be equal."""
 
 
 def network(dropout: float) -> nn.Module:
@@ -23,7 +23,7 @@ def network(dropout: float) -> nn.Module:
 
 
 def jobs(dtype: torch.dtype = torch.float32, epochs: int | None = None) -> list[Job]:
-    """The sweep on handwritten digits: 1437 to train on, 360 to validate."""
+    """Return the sweep on handwritten digits: 1437 rows to train on, 360 to validate."""
     x, y = digits(dtype)
     return [
         Job(
@@ -44,7 +44,7 @@ def jobs(dtype: torch.dtype = torch.float32, epochs: int | None = None) -> list[
 
 
 def train_alone(job: Job) -> tuple[nn.Module, list[dict[str, float]]]:
-    """The same training as most people write it, without Shoal."""
+    """Do the same training as most people write it, without Shoal."""
     loop = Loop([job], torch.device("cpu"))
     model, (x, y), history = loop.solos[0].model, job.val, []
     for _ in range(job.epochs or 0):

@@ -1,7 +1,7 @@
-"""One way of training, in a process of its own so that its peak memory can be compared with the other way's.
+"""Train one way in its own process, so that its peak memory can be compared with the other way's.
 
-Every way sends (networks done, networks in all) while it trains, then a dictionary: `alone` and `packed` with the
-weights as NumPy arrays, `checked` with the largest difference of both in float64.
+Every way sends (networks done, networks in total) while it trains, then a dict: `alone` and `packed` with the weights
+as NumPy arrays, `checked` with the largest difference of both in float64.
 """
 
 import math
@@ -22,19 +22,19 @@ from shoal.evidence.demo.compare import largest_difference
 
 Send = Callable[[Any], None]
 THREADS = 1
-"""For both ways: the fastest choice for networks this small, and steady on a busy machine."""
+"""Threads for both ways: the fastest choice for networks this small, and stable on a busy machine."""
 
 
 def weights(model: nn.Module, index: int) -> dict[str, np.ndarray[Any, Any]]:
-    """A network's weights as arrays, by the network's number and the weight's name."""
+    """Return a network's weights as arrays, by the network's number and the weight's name."""
     return {f"{index}/{key}": value.numpy() for key, value in model.state_dict().items()}
 
 
 def alone(send: Send, longest: float) -> dict[str, Any]:
-    """One network after the other, as many of them as there is time for."""
+    """Train one network after the other, as many as there is time for."""
     torch.set_num_threads(THREADS)
     jobs = task.jobs()
-    before, start = peak_resident(), time.perf_counter()
+    import_bytes, start = peak_resident(), time.perf_counter()
     models, histories = [], []
     for done, job in enumerate(jobs, 1):
         model, history = task.train_alone(job)
@@ -44,24 +44,24 @@ def alone(send: Send, longest: float) -> dict[str, Any]:
         send((done, len(jobs)))
         if seconds > longest:
             break
-    return summary(seconds, before, jobs, models, histories)
+    return summary(seconds, import_bytes, jobs, models, histories)
 
 
 def packed(send: Send, longest: float) -> dict[str, Any]:
-    """All networks together."""
+    """Train all networks together."""
     import shoal
 
     jobs = task.jobs()
-    before, start = peak_resident(), time.perf_counter()
+    import_bytes, start = peak_resident(), time.perf_counter()
     results = finished(shoal.train(jobs, device="cpu", threads=THREADS))
     seconds = time.perf_counter() - start
     histories = [[dict(row) for row in result.history] for result in results]
     tiers = sorted({result.tier for result in results})
-    return summary(seconds, before, jobs, [result.model for result in results], histories) | {"tiers": tiers}
+    return summary(seconds, import_bytes, jobs, [result.model for result in results], histories) | {"tiers": tiers}
 
 
 def checked(send: Send, longest: float) -> dict[str, Any]:
-    """Both ways in float64 for a few epochs, where they must be equal: as many networks as there is time for.
+    """Train both ways in float64 for a few epochs, where they must be equal, as many networks as there is time for.
 
     In float32 that is not well defined: another order of summation may flip a ReLU, and Adam makes a full step of it.
     """
@@ -80,7 +80,7 @@ def checked(send: Send, longest: float) -> dict[str, Any]:
 
 
 def spread(count: int) -> list[int]:
-    """All numbers below `count`, each far from the one before, so that any first part covers the whole sweep."""
+    """Return all numbers below `count`, each far from the one before, so that any first part covers the whole sweep."""
     stride = next(s for s in range(count // 3, count + 2) if math.gcd(s, count) == 1)
     return [i * stride % count for i in range(count)]
 
@@ -92,7 +92,7 @@ def summary(
     models: Sequence[nn.Module],
     histories: list[list[dict[str, float]]],
 ) -> dict[str, Any]:
-    """What the parent process compares."""
+    """Return what the parent process compares."""
     return {
         "seconds": seconds,
         "trained": len(histories),
@@ -107,6 +107,6 @@ def summary(
 
 
 def run(way: str, longest: float, pipe: Connection) -> None:
-    """Train one way, and send what came of it."""
+    """Train one way and send its result."""
     ways = {"alone": alone, "packed": packed, "checked": checked}
     pipe.send(ways[way](pipe.send, longest))

@@ -1,1 +1,1 @@
-"""Comparisons of published work, run again with Shoal: what `shoal reproduce` does."""
+"""`shoal reproduce`, which repeats comparisons of published work with Shoal."""

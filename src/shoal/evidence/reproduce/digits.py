@@ -1,4 +1,4 @@
-"""Handwritten digits for networks of different architectures, as every one of many users would train them."""
+"""Handwritten digits for networks of different architectures, as many users would train them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ def _lstm() -> nn.Module:
 
 
 def _encoder() -> nn.Module:
-    return Rows(Encoder(features=28, dropout=0.0))  # no dropout: accuracies are compared between ways that draw apart
+    return Rows(Encoder(features=28, dropout=0.0))  # no dropout, since the compared ways draw different numbers
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"CNN": CNN, "MLP": MLP, "LSTM": _lstm, "encoder": _encoder}
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Train and test images [N, 1, 28, 28] with their classes: scikit-learn's digits, scaled up from 8 x 8."""
+    """Return train and test images [N, 1, 28, 28] with their classes: scikit-learn's digits, scaled up from 8 x 8."""
     x, y = digits()
     x = F.interpolate(x.view(-1, 1, 8, 8), size=(28, 28), mode="bilinear", align_corners=False)
     return x[DIGITS_TEST:], y[DIGITS_TEST:], x[:DIGITS_TEST], y[:DIGITS_TEST]
 
 
 def jobs(members: int, epochs: int, data: tuple[Tensor, Tensor], *, same: bool) -> list[Job]:
-    """`members` trainings: all the small CNN, or the four networks in turn; a seed and a learning rate each."""
+    """Return `members` jobs: all the small CNN, or the four networks in turn, each with its own seed and learning
+    rate."""
     names = ["CNN"] if same else list(NETWORKS)
     rates = (1e-3, 2e-3, 5e-4)
     return [
@@ -67,7 +68,7 @@ def jobs(members: int, epochs: int, data: tuple[Tensor, Tensor], *, same: bool) 
 
 
 def vanilla(job: Job, device: torch.device) -> nn.Module:
-    """The network trained as its owner would do it: by the plain loop."""
+    """Train the network with the plain loop, as its owner would, and return it."""
     loop = Loop([job], device)
     loop.step((job.epochs or 0) * -(-len(job.data[0]) // job.batch_size))
     return loop.solos[0].model
@@ -75,6 +76,6 @@ def vanilla(job: Job, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Share of rows whose largest output is their class."""
+    """Return the fraction of rows whose largest output is their class."""
     device = next(model.parameters()).device
     return float((model.eval()(x.to(device)).argmax(1).cpu() == y).double().mean())

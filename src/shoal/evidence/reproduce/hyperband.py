@@ -1,4 +1,4 @@
-"""Pack-aware Hyperband: R = 81, eta = 3 over MLPs or CNNs on digits, packed against the same search one at a time.
+"""Reproduce pack-aware Hyperband: R = 81, eta = 3 over MLPs or CNNs on digits, packed against one trial at a time.
 
 Published: 2.7x over plain Hyperband (Pack, one 16 GB GPU). Every way draws the same settings from the same seeds,
 trains the same epochs and validates after each of them. Time is from the call to the winner, in a new process with an
@@ -51,14 +51,14 @@ SPACES: dict[str, dict[str, Any]] = {
         "batch_size": [16, 32, 64],
     },
 }
-"""What is searched: numbers of the optimizer alone; or, as in the paper, also widths, depths and batch sizes."""
+"""What is searched: only numbers of the optimizer; or, as in the paper, also widths, depths and batch sizes."""
 NETWORKS = {"mlp": "MLPs", "cnn": "CNNs with batch norm and dropout"}
 DROPOUT = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What every way does. Small enough to send to another process."""
+    """What every way does, small enough to send to another process."""
 
     network: str = "mlp"
     space: str = "plain"
@@ -67,25 +67,26 @@ class Scene:
     seed: int = 0
     device: str = "cpu"
     data: str | None = None
-    """A folder with mnist.npz; None: digits."""
+    """A folder with mnist.npz; None means digits."""
     pack_size: int = 8
-    """Of packs that are formed by the paper's rules."""
+    """The size of packs that are formed by the paper's rules."""
 
 
 MakeJob = Callable[[dict[str, Any]], Any]
-"""From settings to a job."""
+"""A function from settings to a job."""
 Way = Callable[[Scene, MakeJob], dict[str, Any]]
 
 
 def mlp(features: int, classes: int, width: int, depth: int) -> nn.Module:
-    """Hidden layers of one width."""
+    """Return a network with hidden layers of one width."""
     from shoal.evidence.bench import published
 
     return published.mlp(features, *[width] * depth, classes)
 
 
 def cnn(features: int, classes: int, width: int, depth: int) -> nn.Module:
-    """Convolutions with batch norm, a block more than an MLP of this depth has layers, then dropout and one layer."""
+    """Return convolutions with batch norm, one block more than an MLP of this depth has layers, then dropout and one
+    layer."""
     from torch import nn
 
     side = math.isqrt(features)
@@ -98,7 +99,7 @@ def cnn(features: int, classes: int, width: int, depth: int) -> nn.Module:
 
 
 def make_job_for(scene: Scene) -> MakeJob:
-    """From settings to a job."""
+    """Return the function that makes jobs from settings."""
     import torch.nn.functional as F
     from torch import optim
 
@@ -125,7 +126,7 @@ def make_job_for(scene: Scene) -> MakeJob:
 
 
 def shoal_way(scene: Scene, make_job: MakeJob, grouping: str | None = None) -> dict[str, Any]:
-    """All trials in one run and at the same time; or pack after pack, formed by one of the paper's rules."""
+    """Run all trials at the same time in one run, or pack after pack, formed by one of the paper's rules."""
     import shoal
     from shoal.tune.packed_hyperband import PackedHyperband
     from shoal.tune.schedulers import Hyperband, Scheduler
@@ -148,7 +149,7 @@ def shoal_way(scene: Scene, make_job: MakeJob, grouping: str | None = None) -> d
 
 
 def one_at_a_time(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
-    """The same brackets and rungs by a plain PyTorch loop: one trial after another, each from its own state."""
+    """Run the same brackets and rungs with a plain PyTorch loop: one trial after another, each from its own state."""
     from shoal.evidence.reproduce.plain_training import PlainTraining
     from shoal.tune.schedulers import Goal, Hyperband, Promote, Start
     from shoal.tune.space import parse
@@ -181,7 +182,7 @@ def one_at_a_time(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
 
 
 def by_plain_loop(search: Callable[..., dict[str, Any]]) -> Way:
-    """A search by another library, whose trials train by the same plain loop."""
+    """Return a way that searches with another library, whose trials train with the same plain loop."""
 
     def way(scene: Scene, make_job: MakeJob) -> dict[str, Any]:
         from shoal.evidence.reproduce.plain_training import PlainTraining
@@ -204,11 +205,11 @@ WAYS: dict[str, Way] = {
     "packs-batch": partial(shoal_way, grouping="batch"),
     "packs-nearest": partial(shoal_way, grouping="nearest"),
 }
-"""Each way of doing the search, by its name: what came of it, as plain data. Titles are in `TITLES`."""
+"""The ways to do the search by name; each returns its result as plain data. Titles are in `TITLES`."""
 
 
 def installed_ways(*, ray: bool, groupings: bool = False) -> tuple[str, ...]:
-    """The ways that can be measured here; Ray's, which take minutes, and the paper's packs only where asked for."""
+    """Return the ways that can be measured here; Ray's, which take minutes, and the paper's packs only if asked for."""
     return (
         "one", "shoal",
         *(("optuna",) if find_spec("optuna") else ()),
@@ -218,7 +219,7 @@ def installed_ways(*, ray: bool, groupings: bool = False) -> tuple[str, ...]:
 
 
 def _process(way: str, scene: Scene, cache: str, pipe: Connection) -> None:
-    """Do the search one way, and send what came of it with its seconds."""
+    """Do the search in one way, and send its result and seconds."""
     os.environ["SHOAL_CACHE"] = cache
     import torch
 
@@ -251,7 +252,7 @@ def _measure(way: str, scene: Scene, end: float) -> dict[str, Any]:
 def hyperband(
     scene: Scene, *, rounds: int, limit: float, ways: tuple[str, ...] | None = None, tell: Tell = lambda _: None
 ) -> dict[str, Any]:
-    """Measure all ways in turns, `rounds` times; the result as plain data."""
+    """Measure all ways in turns, `rounds` times, and return the result as plain data."""
     chosen, end = ways or installed_ways(ray=False), time.monotonic() + limit
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in chosen}
     for number in range(rounds):
@@ -277,7 +278,7 @@ def _line(way: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], console: Any) -> None:
-    """Ours beside the others and the published gain."""
+    """Print our numbers beside the others and the published gain."""
     from rich.table import Table
 
     shown = Table("way", "seconds", "gain", "trials", "epochs", "best accuracy", "note")
@@ -305,7 +306,7 @@ def table(result: dict[str, Any], console: Any) -> None:
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """Label, ours, published: for the picture."""
+    """Return label, our number and the published one for each bar of the picture."""
     return [
         (TITLES[line["way"]], line["gain"], result["published"]) for line in result["lines"] if line["way"] != "one"
     ]

@@ -1,7 +1,8 @@
-"""IST's comparison: one fully connected network on workers that talk slowly, against local SGD and data parallel.
+"""Reproduce IST's comparison: one fully connected network on workers with slow links, against local SGD and data
+parallel.
 
 Every method gets its own best rate (and local SGD and IST their own best window), chosen on rows held out of the
-training rows. Then each is trained with several seeds and looked at on the whole test set: accuracy by steps and by
+training rows. Then each is trained with several seeds and evaluated on the whole test set: accuracy by steps and by
 bytes. Both are the same wherever the parts are trained, so this is done in one process; seconds are those of real
 workers over links of a given rate (`shoal.evidence.reproduce.ist_links`).
 
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
 DATA_PARALLEL, LOCAL_SGD, IST = "data parallel", "local SGD", "IST"
 METHODS = (DATA_PARALLEL, LOCAL_SGD, IST)
 PUBLISHED = {LOCAL_SGD: 6.1, DATA_PARALLEL: 16.6}
-"""Times faster to the same accuracy: IST over these, 3 layers."""
+"""How many times faster than these methods IST reaches the same accuracy, with 3 layers."""
 WINDOWS = (5, 10, 20, 50, 100, 200)
 RATES = {DATA_PARALLEL: (0.03, 0.1, 0.3), LOCAL_SGD: (0.03, 0.1, 0.2), IST: (0.1, 0.3, 0.6)}
 MOMENTUM = 0.9
 LOOK_EVERY = 20
-"""Local steps between two looks at the accuracy, at least."""
+"""The minimum number of local steps between two evaluations of the accuracy."""
 Tell = Callable[[str], None]
 
 
 class Network(nn.Module):
-    """Two hidden layers with batch norm."""
+    """A network of two hidden layers with batch norm."""
 
     def __init__(self, features: int, width: int, classes: int) -> None:
         super().__init__()
@@ -55,17 +56,17 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is compared on."""
+    """The data, the network and the lengths of the comparison."""
 
     data: Data
     width: int = 1024
     workers: int = 4
     batch: int = 128
-    """Rows in a worker's batch."""
+    """The rows in a worker's batch."""
     steps: int = 400
-    """Of data parallel, and of local SGD times `longer`."""
+    """The steps of data parallel, and times `longer` of local SGD."""
     longer: float = 1.5
-    """How much longer local SGD may take to get there."""
+    """How much longer local SGD may take to reach the target."""
     ist_longer: float = 4.0
     """The same for IST, whose steps are several times cheaper."""
 
@@ -84,7 +85,7 @@ class Setting:
 
 
 def job_of(scene: Scene, setting: Setting, seed: int) -> Job:
-    """The training that is split."""
+    """Return the job that is split."""
     from shoal.jobs.job import Job
 
     data = scene.data
@@ -104,10 +105,11 @@ def job_of(scene: Scene, setting: Setting, seed: int) -> Job:
 
 
 def method_of(job: Job, scene: Scene, setting: Setting) -> Method:
-    """How it is split. Momentum begins anew in every round of local SGD and IST: it costs no traffic then.
+    """Return the method of the split. Momentum starts again in every round of local SGD and IST, so that it costs no
+    traffic.
 
-    IST has none of its corrections but normalisation estimated again: batch norm makes up for fewer inputs, and what
-    the head gets is left as it is, for a rate that suits all layers.
+    IST has none of its corrections except re-estimated batch norm statistics: batch norm makes up for fewer inputs, and
+    the input of the head is not scaled, so that one rate suits all layers.
     """
     from shoal.split.methods.averaging import DataParallel, LocalSGD
     from shoal.split.methods.ist import IST as Subnets
@@ -128,7 +130,7 @@ def trained(
     executor: Callable[[Job, Method], TaskExecutor] | None = None,
     look_every: int = LOOK_EVERY,
 ) -> dict[str, Any]:
-    """One training: its settings, and its accuracy by steps, bytes and seconds."""
+    """Train once, and return the settings and the accuracy by steps, bytes and seconds."""
     from shoal.split.executors.local import Serial
     from shoal.split.executors.packed import Packed
     from shoal.split.trainer import train_split
@@ -166,7 +168,7 @@ def choose(
     seed: int = 100,
     tell: Tell = lambda line: None,
 ) -> list[Setting]:
-    """For each method and window the rate that does best on rows held out, in as many steps as it will have."""
+    """Choose for each method and window the rate that is best on held-out rows, in as many steps as it will have."""
     inner = replace(scene, data=scene.data.held_out())
     settings = []
     for method in methods:
@@ -183,7 +185,7 @@ def choose(
 
 
 def windows_of(text: str, *, small: bool) -> tuple[int, ...]:
-    """Windows from "5,10,20"; empty: those of the comparison, fewer on small data."""
+    """Parse windows such as "5,10,20"; if empty, return those of the comparison, or fewer for small data."""
     if not text:
         return (10, 50) if small else WINDOWS
     parts = [part.strip() for part in text.split(",")]
@@ -193,21 +195,21 @@ def windows_of(text: str, *, small: bool) -> tuple[int, ...]:
 
 
 def last(row: dict[str, Any]) -> float:
-    """The accuracy in the end."""
+    """Return the final accuracy."""
     return float(row["curve"][-1]["accuracy"])
 
 
-# --- what it says ---------------------------------------------------------------------------------------------------
+# --- summaries ------------------------------------------------------------------------------------------------------
 
 
 def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """The mean curve of one setting's seeds."""
+    """Return the mean curve of one setting's seeds."""
     curves = [row["curve"] for row in rows]
     return [{name: mean(point[name] for point in points) for name in points[0]} for points in zip(*curves, strict=True)]
 
 
 def grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, float], list[dict[str, Any]]]:
-    """The seeds of each setting."""
+    """Group the rows of different seeds by their setting."""
     groups: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["method"], row["window"], row["rate"]), []).append(row)
@@ -215,22 +217,22 @@ def grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, float], list
 
 
 def target_of(rows: Sequence[dict[str, Any]]) -> float:
-    """The accuracy that data parallel reaches in its run."""
+    """Return the accuracy that data parallel reaches in its run."""
     return mean(last(row) for row in rows if row["method"] == DATA_PARALLEL)
 
 
 def reaching(curve: Sequence[dict[str, float]], target: float) -> dict[str, float] | None:
-    """The first point of a curve at or above an accuracy."""
+    """Return the first point of a curve at or above an accuracy."""
     return next((point for point in curve if point["accuracy"] >= target), None)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each setting: what it reached in the end, and what it took to data parallel's accuracy."""
+    """Return one line for each setting: its final accuracy, and its cost to reach data parallel's accuracy."""
     target = target_of(rows)
     lines = []
     for (method, window, rate), seeds in grouped(rows).items():
         curve = averaged(seeds)
-        there = reaching(curve, target)
+        first_point = reaching(curve, target)
         final = [last(row) for row in seeds]
         lines.append(
             {
@@ -243,9 +245,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "bytes": mean(row["bytes"] for row in seeds),
                 "seconds": mean(row["seconds"] for row in seeds),
                 "target": target,
-                "steps_to_target": None if there is None else there["step"],
-                "bytes_to_target": None if there is None else there["bytes"],
-                "seconds_to_target": None if there is None else there["seconds"],
+                "steps_to_target": None if first_point is None else first_point["step"],
+                "bytes_to_target": None if first_point is None else first_point["bytes"],
+                "seconds_to_target": None if first_point is None else first_point["seconds"],
             }
         )
     return lines

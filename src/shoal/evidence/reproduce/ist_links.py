@@ -1,4 +1,4 @@
-"""IST's comparison in seconds: real workers, each behind a link of a given rate (see `namespaces.py`).
+"""IST's comparison in seconds, with real workers, each behind a link of a given rate (see `namespaces.py`).
 
 The coordinator is on this side of the links, which do not slow it down. Data parallel is timed in two ways: through the
 coordinator, and as torch's DistributedDataParallel, whose workers reduce among themselves; the faster one counts.
@@ -16,13 +16,13 @@ from shoal.evidence.reproduce.namespaces import Links
 from shoal.evidence.reproduce.plain_training import WARM_UP, TimedTraining, time_ddp
 
 ENDING = 10.0
-"""Seconds for workers to end by themselves."""
+"""Seconds that workers get to end by themselves."""
 
 
 def over_links(
     scene: Scene, setting: Setting, seed: int, links: Links, *, codec: str = "exact", **how: Any
 ) -> dict[str, Any]:
-    """One training by workers behind these links; as `trained`, with the seconds that it took them."""
+    """Train once with workers behind these links; the result is that of `trained`, with measured seconds."""
     from shoal.split.net.coordinator import Distributed
     from shoal.split.net.launch import LocalWorker
     from shoal.split.net.links import Address
@@ -53,7 +53,8 @@ def _behind(links: Links, number: int, job: Any, method: Any, codec: str, pipe: 
 
 
 def seconds_a_step(scene: Scene, links: Links, steps: int) -> float:
-    """Of torch's DistributedDataParallel over these links: the median of some steps, the slowest worker's."""
+    """Return the seconds of a step of torch's DistributedDataParallel over these links: the median of the slowest
+    worker."""
     data = scene.data
     make = partial(Network, data.features, scene.width, data.classes)
     training = TimedTraining(make, (data.x, data.y), scene.batch, rate=0.1, steps=WARM_UP + steps)
@@ -61,7 +62,7 @@ def seconds_a_step(scene: Scene, links: Links, steps: int) -> float:
 
 
 def timed_steps(row: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """A data-parallel training whose steps were counted in one process, with so many seconds for each of them."""
+    """Return a data-parallel training whose steps were counted in one process, with this many seconds for each step."""
     assert row["method"] == DATA_PARALLEL
     curve = [point | {"seconds": point["step"] * seconds} for point in row["curve"]]
     return row | {"curve": curve, "seconds": row["steps"] * seconds, "extrapolated": True}

@@ -1,4 +1,4 @@
-"""IST's comparison from one end to the other, and what it says: a table, a picture, a file."""
+"""Run IST's comparison from beginning to end, and show it as a table, a picture and a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TIMED_STEPS = 8
-"""Steps of data parallel that are timed over the links: all of them would take the same bytes and more patience."""
+"""How many steps of data parallel are timed over the links; all of them would only take longer."""
 
 
 def compare(
@@ -35,7 +35,9 @@ def compare(
 ) -> dict[str, Any]:
     """Choose settings, train with every seed, then time the best of each method over links.
 
-    `before`: settings and trainings of an earlier run, which are then not made again; `link` None: no seconds.
+    Args:
+        before: Settings and trainings of an earlier run, which are then not repeated.
+        link: The rate of the links; None measures no seconds.
     """
     chosen, rows = before if before is not None else ([], [])
     if before is None:
@@ -60,7 +62,7 @@ def compare(
 
 
 def earlier(path: Path) -> tuple[list[Setting], list[dict[str, Any]]]:
-    """Settings and trainings from the file of an earlier run."""
+    """Return settings and trainings from the file of an earlier run."""
     try:
         result = json.loads(path.read_text())
         return [Setting(**setting) for setting in result["settings"]], list(result["rows"])
@@ -71,7 +73,7 @@ def earlier(path: Path) -> tuple[list[Setting], list[dict[str, Any]]]:
 def _timed(
     scene: Scene, chosen: Sequence[Setting], rows: Sequence[dict[str, Any]], seeds: Sequence[int], link: str, tell: Tell
 ) -> dict[str, Any]:
-    """The seconds of the best settings over links of this rate."""
+    """Time the best settings over links of this rate."""
     target = ist.target_of(rows)
     timed: list[dict[str, Any]] = []
     with namespaces.shaped(scene.workers, link) as links:
@@ -115,7 +117,7 @@ def _promising(chosen: Sequence[Setting], rows: Sequence[dict[str, Any]], method
 
 
 def table(result: dict[str, Any], console: Console) -> None:
-    """Every setting with what it reached; below, the seconds over the links."""
+    """Print every setting with its result, and below the seconds over the links."""
     from rich.table import Table
 
     scene = result["scene"]
@@ -163,19 +165,19 @@ def _or_never(value: float | None, text: Any) -> str:
 
 
 def fastest(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each method the setting that was first at the target."""
+    """Return for each method the setting that reached the target first."""
     best: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["seconds_to_target"] is None:
             continue
-        before = best.get(line["method"])
-        if before is None or line["seconds_to_target"] < before["seconds_to_target"]:
+        best_so_far = best.get(line["method"])
+        if best_so_far is None or line["seconds_to_target"] < best_so_far["seconds_to_target"]:
             best[line["method"]] = line
     return best
 
 
 def faster(lines: Sequence[dict[str, Any]], method: str) -> float | None:
-    """How many times faster IST is at the target than this method."""
+    """Return how many times faster IST reaches the target than this method."""
     best = fastest(lines)
     if IST not in best or method not in best:
         return None
@@ -183,7 +185,7 @@ def faster(lines: Sequence[dict[str, Any]], method: str) -> float | None:
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Accuracy against traffic, every window of both methods; and against seconds, where they were measured."""
+    """Draw accuracy against traffic for every window of both methods, and against seconds if they were measured."""
     timed = result["links"] if result["links"] and "rows" in result["links"] else None
     figure = new_figure(11 if timed else 6)
     axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]

@@ -1,7 +1,7 @@
 """Slow links on one machine: a network namespace for each worker, joined to this one by a link of a given rate.
 
-Linux only, as root, with `ip` and `tc`. Each link is limited both ways by a token bucket; nothing else is slowed down,
-and nothing outside these namespaces is touched.
+This needs Linux, root, `ip` and `tc`. Each link is limited both ways by a token bucket; nothing else is slowed down,
+and nothing outside these namespaces is changed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ LEAST_BURST, BURST_SECONDS = 16_000, 0.0011
 the bucket would arrive at once, as if the link had no rate. From 500 Mbit on it holds the kernel's largest packets (64
 kB); to cut those into small ones takes a core's time, which counts at such rates."""
 QUEUE = "2s"
-"""How long a packet may wait for its turn before it is dropped: TCP should feel the rate, not losses."""
+"""How long a packet may wait before it is dropped, so that TCP is limited by the rate, not by losses."""
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Namespaces that can be entered, and this end's address as they see it."""
+    """Namespaces that can be entered, and the address of this end of their links."""
 
     host: str
     names: tuple[str, ...]
     rate: str
 
     def address(self, number: int) -> str:
-        """Of a namespace's end of its link."""
+        """Return the address of a namespace's end of its link."""
         return f"{self.host.rpartition('.')[0]}.{10 + number}"
 
     def enter(self, number: int) -> None:
-        """Move this process (it must have one thread) into a namespace, for good."""
+        """Move this process (it must have one thread) into a namespace, permanently."""
         with open(f"/var/run/netns/{self.names[number]}") as handle:
             if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), NEW_NETWORK):
                 code = ctypes.get_errno()
@@ -45,7 +45,7 @@ class Links:
 
 
 def missing() -> str | None:
-    """Why there can be no shaped links here; None: there can."""
+    """Return why there can be no shaped links here, or None if there can."""
     if os.name != "posix" or not hasattr(os, "geteuid") or os.geteuid():
         return "shaped links need root on Linux"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -59,7 +59,7 @@ def missing() -> str | None:
 
 
 def burst_of(rate: str) -> int:
-    """Bytes of the token bucket for a rate of tc's, such as 100mbit.
+    """Return the bytes of the token bucket for a rate as tc writes it, such as 100mbit.
 
     >>> burst_of("50mbit"), burst_of("1gbit")
     (16000, 137500)
@@ -73,7 +73,7 @@ def burst_of(rate: str) -> int:
 
 @contextmanager
 def shaped(workers: int, rate: str) -> Iterator[Links]:
-    """So many namespaces, each with a link of this rate (`100mbit`) to this machine, for as long as the block runs."""
+    """Create namespaces, each with a link of this rate (`100mbit`) to this machine, for as long as the block runs."""
     mark = os.getpid() % 100000
     names = tuple(f"shoal{mark}-{number}" for number in range(workers))
     bridge, net = f"sh{mark}", f"10.213.{mark % 250}"

@@ -1,7 +1,7 @@
-"""The same search by Optuna's HyperbandPruner and by Ray Tune's schedulers: what Shoal is compared with.
+"""Run the same search with Optuna's HyperbandPruner and with Ray Tune's schedulers, for comparison with Shoal.
 
-Both get the settings that Shoal draws, in the same order, and the same budget of epochs; both train by the plain loop
-that `start` begins. They stop trials by their own rules, so that the epochs of a trial differ.
+Both get the settings that Shoal draws, in the same order, and the same budget of epochs; both train with the plain loop
+that `start` begins. They stop trials by their own rules, so the epochs of a trial differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.tune.space import Space, parse
 
 
 class Training(Protocol):
-    """A training that is done an epoch at a time."""
+    """A training run that advances one epoch at a time."""
 
     model: Any
     optimizer: Any
@@ -29,16 +29,16 @@ class Training(Protocol):
     """Draws the order of the next epoch's rows."""
 
     def epoch(self) -> float:
-        """Train one more epoch; the score after it, which should be large."""
+        """Train one more epoch and return the score after it, which should be large."""
         ...
 
 
 Start = Callable[[dict[str, Any]], Training]
-"""From settings to a training that has not begun."""
+"""A function from settings to a training run that has not begun."""
 
 
 def budget(max_epochs: int, eta: int) -> tuple[int, int]:
-    """Trials and epochs of the paper's Hyperband: what every way may use."""
+    """Return the trials and epochs of the paper's Hyperband, which every way may use."""
     brackets = hyperband(max_epochs, eta)
     return sum(bracket.size for bracket in brackets), sum(bracket.epochs for bracket in brackets)
 
@@ -46,7 +46,7 @@ def budget(max_epochs: int, eta: int) -> tuple[int, int]:
 def optuna_search(
     start: Start, space: Space | Mapping[str, Any], *, max_epochs: int, eta: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Optuna's HyperbandPruner, one trial after another, until the budget is used; what came of it, as plain data."""
+    """Search with Optuna's HyperbandPruner, one trial after another, until the budget is used; return plain data."""
     try:
         import optuna
     except ImportError:
@@ -57,7 +57,7 @@ def optuna_search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.create_study(
-            study_name=f"hyperband {seed}",  # brackets are drawn from the name
+            study_name=f"hyperband {seed}",  # Optuna draws brackets from the name
             direction="maximize",
             sampler=optuna.samplers.RandomSampler(seed=seed),
             pruner=optuna.pruners.HyperbandPruner(min_resource=1, max_resource=max_epochs, reduction_factor=eta),
@@ -81,7 +81,7 @@ def optuna_search(
 
 
 def _train_until_pruned(study: Any, trial: Any, training: Training, most: int) -> int:
-    """Train a trial to its end, or to where the pruner or the budget ends it; its epochs."""
+    """Train a trial to its end, or until the pruner or the budget ends it, and return its epochs."""
     from optuna.trial import TrialState
 
     score = math.nan
@@ -109,8 +109,9 @@ def ray_search(
     scheduler: str = "asha",
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Ray Tune's "hyperband" or "asha" on a local Ray with a trial in each process, until the budget is used."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on loopback alone
+    """Search with Ray Tune's "hyperband" or "asha" on a local Ray with a trial per process, until the budget is
+    used."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens only on loopback
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -160,7 +161,7 @@ def _ray_scheduler(name: str, max_epochs: int, eta: int) -> Any:
 
 
 def _stopper(used: dict[str, int], max_epochs: int, epochs: int) -> Any:
-    """Ends all when the budget is used; `used` gets the epochs of each trial."""
+    """Return a stopper that ends everything when the budget is used; `used` gets the epochs of each trial."""
     from ray import tune
 
     class Budget(tune.Stopper):  # type: ignore[misc]
@@ -175,7 +176,7 @@ def _stopper(used: dict[str, int], max_epochs: int, epochs: int) -> Any:
 
 
 def _trainable(start: Start) -> Any:
-    """A trial of Ray's that trains an epoch at a time, and can be paused: with its weights, and its order of rows."""
+    """Return a Ray trial that trains an epoch at a time and can be paused, with its weights and its order of rows."""
     import torch
     from ray import tune
 

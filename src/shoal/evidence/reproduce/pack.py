@@ -1,8 +1,8 @@
-"""Pack's table: gain = (sequential - packed) / sequential for 2, 3 and 4 networks in one step.
+"""Reproduce Pack's table: gain = (sequential - packed) / sequential for 2, 3 and 4 networks in one step.
 
-Published on one 16 GB GPU with ImageNet-shaped input, batch 32. Here the same shape on a GPU; a CPU gets smaller
-images and batches, and the output says so. The data are on the device, the rows of each network gathered by its own
-order, so that sharing an input pipeline (a part of Pack's own gain) adds nothing to ours.
+It was published on one 16 GB GPU with ImageNet-shaped input, batch 32. Here a GPU gets the same shape; a CPU gets
+smaller images and batches, and the output says so. The data are on the device, and each network gathers its rows in its
+own order, so that sharing an input pipeline (a part of Pack's own gain) adds nothing to ours.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PUBLISHED: dict[str, dict[int, float | None]] = {
 
 
 def scale(device: str, *, quick: bool) -> dict[str, int]:
-    """Image side and batch size: the published ones on a GPU, what fits on a CPU."""
+    """Return image side and batch size: the published ones on a GPU, smaller ones on a CPU."""
     if quick:
         return {"side": 32, "batch_size": 2}
     return {"side": 224, "batch_size": 32} if device.startswith("cuda") else {"side": 64, "batch_size": 4}
 
 
 def line(eager: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
-    """One cell of the table, from the benchmark's rows of both ways."""
+    """Return one cell of the table, from the benchmark's rows of both ways."""
     network, k = eager["network"], eager["members"]
     alone, together = peak(eager["memory"]), peak(packed["memory"])
     return {
@@ -57,7 +57,7 @@ def pack(
     quick: bool,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure every network at every size; the result as plain data."""
+    """Measure every network at every size and return the result as plain data."""
     for name in networks:
         if name not in TITLES:
             raise ValueError(f"no network {name!r} in Pack's table; there are {', '.join(TITLES)}")
@@ -75,7 +75,7 @@ def pack(
 
 
 def table(result: dict[str, Any], console: Any) -> None:
-    """Ours beside the published."""
+    """Print our numbers beside the published ones."""
     from rich.table import Table
 
     shown = Table("network", "packed", "sequential ms", "packed ms", "gain", "published", "ceiling", "memory", "")
@@ -109,7 +109,7 @@ def table(result: dict[str, Any], console: Any) -> None:
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """Label, ours, published: for the picture."""
+    """Return label, our number and the published one for each bar of the picture."""
     return [
         (f"{TITLES[row['network']]} x {row['packed']}", row["gain"], row["published"] or 0.0) for row in result["lines"]
     ]

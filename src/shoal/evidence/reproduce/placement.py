@@ -1,8 +1,8 @@
 """Placed training over slow links: bytes and seconds of a step, predicted and measured, against the usual ways.
 
-Every machine, the server too, is a namespace behind a link of its own (see `namespaces.py`), and all share the cores of
-this one. Parameter server and data parallel are Shoal's own, beside torch's DistributedDataParallel and one process
-alone. All of a case run one after another in one run: what counts is their ratio.
+Every machine, including the server, is a namespace with its own link (see `namespaces.py`), and all share the cores of
+this machine. Parameter server and data parallel are Shoal's own; torch's DistributedDataParallel and one process alone
+are measured too. All ways of a case run one after another, since their ratio is what counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal.split.net.links import Address
 
 WIDTH = 1 / 8
 PIXELS = {"AlexNet": 64, "VGG-16": 32, "ResNet-50": 32, "Inception-v3": 75}
-"""Of the images, so that networks of an eighth of the width fit; widths stay in proportion."""
+"""The side of the images, such that networks of an eighth of the width fit; widths stay in proportion."""
 CLASSES, ROWS = 10, 512
 RATE = 0.02
 DDP = "DistributedDataParallel"
@@ -49,9 +49,9 @@ class Case:
 
     network: str
     rows: int
-    """Of one worker in a step."""
+    """The rows of one worker in a step."""
     rate: str
-    """Of every machine's link, for tc."""
+    """The rate of every machine's link, for tc."""
     workers: int = 4
 
     @property
@@ -64,13 +64,13 @@ class Case:
 
 
 def make_network(name: str) -> nn.Module:
-    """A network with an eighth of the published widths."""
+    """Return a network with an eighth of the published widths."""
     shape = next(shape for shape in SHAPES if shape.name == name)
     return shape.make(WIDTH, CLASSES)
 
 
 def images(name: str, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Images of noise, each class around a pattern of its own, so that there is something to learn."""
+    """Return images of noise in which each class has its own pattern, so that there is something to learn."""
     draw = torch.Generator().manual_seed(0)
     pixels = PIXELS[name]
     patterns = torch.randn(CLASSES, 3, pixels, pixels, generator=draw)
@@ -79,7 +79,7 @@ def images(name: str, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def job_of(case: Case, steps: int, *, validates: bool = False) -> shoal.Job:
-    """The training that all ways do."""
+    """Return the job that all ways train."""
     x, y = images(case.network)
     return shoal.Job(
         model=partial(make_network, case.network), data=(x, y), val=(x[:256], y[:256]) if validates else None,
@@ -90,7 +90,7 @@ def job_of(case: Case, steps: int, *, validates: bool = False) -> shoal.Job:
 
 
 def plan(case: Case, mode: str | None = None, **how: Any) -> Placement:
-    """The placement for a case, of one mode or the fastest; layers are timed here."""
+    """Return the placement for a case, of one mode or the fastest; layers are timed here."""
     model = make_network(case.network)
     sample = images(case.network, case.batch)[0]
     given: dict[str, Any] = {"cores": os.cpu_count(), "batch_norm": "own", **how}
@@ -103,7 +103,7 @@ def plan(case: Case, mode: str | None = None, **how: Any) -> Placement:
 def measure_way(
     case: Case, placement: Placement, links: Links, steps: int, *, validates: bool = False
 ) -> dict[str, Any]:
-    """One way over these links: seconds and bytes of a step, beside those predicted."""
+    """Measure one way over these links: seconds and bytes of a step, beside the predicted ones."""
     try:
         (measured,) = ask([partial(_serve, case, placement, links, steps, validates)])
     except OSError as error:
@@ -115,7 +115,7 @@ def measure_way(
 
 
 def _serve(case: Case, placement: Placement, links: Links, steps: int, validates: bool, pipe: Connection) -> None:
-    """The server, in a process of its own behind the first link."""
+    """Run the server, in its own process behind the first link."""
     links.enter(0)
     job = job_of(case, steps, validates=validates)
     settings = make_settings("cpu", None, 1, "auto", "1h", False, "fifo")
@@ -133,13 +133,13 @@ def _serve(case: Case, placement: Placement, links: Links, steps: int, validates
 
 
 def measure_one(case: Case, steps: int, *, validates: bool = False) -> dict[str, Any]:
-    """One process with the whole batch, and no link."""
+    """Measure one process with the whole batch and no link."""
     plain = _plain(case, case.batch, steps, validates)
     return _row(ONE_MACHINE, lambda: ask([partial(time_alone, plain)])[0], moved=0)
 
 
 def measure_ddp(case: Case, links: Links, steps: int, *, validates: bool = False) -> dict[str, Any]:
-    """torch's DistributedDataParallel over these links; a worker behind each but the first."""
+    """Measure torch's DistributedDataParallel over these links, with a worker behind each but the first."""
     plain = _plain(case, case.rows, steps, validates)
     return _row(DDP, lambda: time_ddp(plain, case.workers, links, first=1), moved=None)
 
@@ -153,7 +153,7 @@ def _row(way: str, measure: Callable[[], tuple[float, Any]], moved: int | None) 
 
 
 def _plain(case: Case, rows: int, steps: int, validates: bool) -> TimedTraining:
-    """The training by plain PyTorch, of so many rows in a process and step."""
+    """Return the training in plain PyTorch, with `rows` rows per process and step."""
     x, y = images(case.network)
 
     def judge(network: nn.Module) -> float | None:
@@ -164,7 +164,7 @@ def _plain(case: Case, rows: int, steps: int, validates: bool) -> TimedTraining:
 
 
 def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: bool = False) -> dict[str, Any]:
-    """All ways of one case over the same links."""
+    """Measure all ways of one case over the same links."""
     rows: list[dict[str, Any]] = []
     with shaped(1 + case.workers, case.rate) as links:
         planned = plan(case)
@@ -185,7 +185,7 @@ def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: b
 
 
 def plan_like(case: Case, planned: Placement, mode: str) -> Placement:
-    """One of the usual ways, from the same times of layers."""
+    """Return the placement of one of the usual ways, from the same times of layers."""
     other = planned.alternative(mode)  # type: ignore[arg-type]
     assert other is not None
     where = "server" if mode == PARAMETER_SERVER else "allreduce"
@@ -201,7 +201,7 @@ def plan_like(case: Case, planned: Placement, mode: str) -> Placement:
 def placement(
     cases: Sequence[Case], *, steps: int, limit: float, tell: Callable[[str], None], validates: bool = False
 ) -> dict[str, Any]:
-    """All cases, as far as the time goes."""
+    """Measure all cases, as far as there is time."""
     until, compared = time.monotonic() + limit, list[dict[str, Any]]()
     for case in cases:
         if time.monotonic() > until:
@@ -217,7 +217,7 @@ def placement(
 
 
 def summary(compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How good the predictions and the choices were."""
+    """Return how good the predictions and the choices were."""
     bytes_off, seconds_off, right, speed = [], [], [], []
     for row in compared:
         ways = [way for way in row.get("ways", ()) if way["seconds"]]
@@ -243,7 +243,7 @@ def summary(compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], console: Any) -> None:
-    """A line for each case and way."""
+    """Print a line for each case and way."""
     from rich.table import Table
 
     from shoal.utils.tables import duration, size
@@ -276,7 +276,7 @@ def table(result: dict[str, Any], console: Any) -> None:
 
 
 def draw(path: Any, result: dict[str, Any]) -> None:
-    """Seconds of a step, by case and way."""
+    """Draw the seconds of a step, by case and way."""
     from shoal.evidence.bench.report import grouped_bars, heading
 
     compared = [row for row in result["results"] if "ways" in row]

@@ -1,6 +1,6 @@
-"""The bytes that parameter-server training moves, and what placing fully connected layers at the server saves.
+"""Compute the bytes that parameter-server training sends, and what placing fully connected layers at the server saves.
 
-Published for full-size networks; computed here from their shapes by `shoal.place`, without a cluster.
+The published numbers are for full-size networks; here `shoal.place` computes them from the shapes, without a cluster.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ PUBLISHED = {
     "ResNet-50": {"parameters": 25.6, "share": 8, "plain": 204.5, "placed": 189.1, "ratio": 1.08, "below": 1000},
     "Inception-v3": {"parameters": 23.8, "share": 9, "plain": 190.7, "placed": 175.3, "ratio": 1.09, "below": 1000},
 }
-"""Millions of parameters, per cent of them in fully connected layers, MB a step and worker both ways (all parameters
-through the server; fully connected layers at the server), their ratio, and the batch below which that pays."""
+"""Millions of parameters, per cent of them in fully connected layers, MB per step and worker both ways (all
+parameters through the server; fully connected layers at the server), their ratio, and the batch below which that
+pays."""
 
 
 def arithmetic(link: str = "1Gbit") -> list[dict[str, Any]]:
-    """A row for each network, with the published numbers beside ours."""
+    """Return a row for each network, with the published numbers beside ours."""
     return [_row(shape, link) for shape in SHAPES]
 
 
@@ -51,7 +52,7 @@ def _row(shape: Shape, link: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Ours, with the published number in brackets."""
+    """Return our numbers as a table, with the published ones in brackets."""
     head = ["network", "batch", "M parameters", "% in FC", "plain PS MB", "FC at the server MB", "ratio", "pays below"]
     forms = {"parameters": ".1f", "share": ".0f", "plain": ",.1f", "placed": ",.1f", "ratio": ".2f", "below": ",.0f"}
     lines = [

@@ -1,7 +1,7 @@
-"""The shapes of AlexNet, VGG-16, ResNet-50 and Inception-v3, written for the comparisons of placement.
+"""AlexNet, VGG-16, ResNet-50 and Inception-v3 for the comparisons of placement.
 
 `width` scales all channels and hidden layers, so that parameters and operations keep their proportions; `classes` is
-the output. On the meta device (`shape_of`) the full-size networks need no memory.
+the number of outputs. On the meta device (`shape_of`) the full-size networks need no memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _classifier(inputs: int, hidden: int, classes: int) -> nn.Sequential:
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, three fully connected layers."""
+    """A network of five convolutions and three fully connected layers."""
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class AlexNet(nn.Module):
 
 
 class VGG16(nn.Module):
-    """Thirteen convolutions of 3 x 3, three fully connected layers."""
+    """A network of thirteen convolutions of 3 x 3 and three fully connected layers."""
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class VGG16(nn.Module):
 
 
 class _Branches(nn.Module):
-    """Branches over the same input, whose outputs are joined by channels."""
+    """Branches over the same input, whose outputs are concatenated by channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Branches(nn.Module):
 
 
 def _chain(inputs: int, *steps: tuple[int, Kernel] | tuple[int, Kernel, int]) -> nn.Sequential:
-    """Convolutions one after another: (channels, kernel), padded to keep the size, or (channels, kernel, stride)."""
+    """Return a sequence of convolutions: (channels, kernel), padded to keep the size, or (channels, kernel, stride)."""
     layers: list[nn.Module] = []
     for channels, kernel, *stride in steps:
         if stride:
@@ -94,7 +94,7 @@ def _pooled(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class InceptionV3(nn.Module):
-    """Eleven blocks of branches, one fully connected layer; without the auxiliary output."""
+    """A network of eleven blocks of branches and one fully connected layer, without the auxiliary output."""
 
     def __init__(self, width: float = 1.0, classes: int = ImageNet) -> None:
         super().__init__()
@@ -154,15 +154,15 @@ def _both_ways(channels: int) -> _Branches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One network of the comparison."""
+    """A network of the comparison."""
 
     name: str
     make: Callable[..., nn.Module]
-    """(width, classes)"""
+    """A function of (width, classes) that builds the network."""
     image: int
-    """Its full-size images, in pixels."""
+    """The side of its full-size images, in pixels."""
     batch: int
-    """Rows of one worker in the published arithmetic."""
+    """The rows of one worker in the published arithmetic."""
     cut: str = "avgpool"
     """The last layer before the fully connected ones."""
 
@@ -176,7 +176,7 @@ SHAPES: Sequence[Shape] = (
 
 
 def shape_of(name: str) -> tuple[nn.Module, Tensor]:
-    """A full-size network and a sample, on the meta device."""
+    """Return a full-size network and a sample, on the meta device."""
     shape = next(shape for shape in SHAPES if shape.name == name)
     with torch.device("meta"):
         return shape.make(), torch.empty(shape.batch, 3, shape.image, shape.image)

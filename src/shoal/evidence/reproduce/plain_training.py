@@ -1,4 +1,4 @@
-"""Plain PyTorch training, which Shoal is compared with: in one process, or by DistributedDataParallel over links."""
+"""Plain PyTorch training, for comparison with Shoal: in one process, or with DistributedDataParallel over links."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shoal.jobs.job import Job
 
 PORT = 29641
 WAIT = 600.0
-"""Seconds for a process to answer."""
+"""Seconds to wait for a process to answer."""
 WARM_UP = 1
-"""Steps that are not counted."""
+"""The number of first steps that are not counted."""
 
 
 class PlainTraining:
-    """One job trained an epoch at a time, as people do who search without packing."""
+    """One job, trained an epoch at a time, as people do who search without packing."""
 
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, torch.device(device)
@@ -39,7 +39,7 @@ class PlainTraining:
         self.data, self.val = (tuple(t.to(self.device) for t in pair) for pair in (job.data, job.val))
 
     def epoch(self) -> float:
-        """Train one more epoch; the accuracy after it."""
+        """Train one more epoch and return the accuracy after it."""
         job: Any = self.job
         x, y = self.data
         self.model.train()
@@ -60,14 +60,14 @@ class TimedTraining:
     make: Callable[[], nn.Module]
     data: tuple[Tensor, Tensor]
     rows: int
-    """Of one worker in a step."""
+    """The rows of one worker in a step."""
     rate: float
     steps: int
     judge: Callable[[nn.Module], Any] = lambda network: None
-    """What to report of the trained network."""
+    """Returns what to report of the trained network."""
 
     def step_seconds(self, model: nn.Module, number: int, workers: int, barrier: Callable[[], object]) -> float:
-        """Train this worker's rows of each batch; the median of the seconds of a step."""
+        """Train this worker's rows of each batch and return the median seconds of a step."""
         return median(list(self._steps(model, number, workers, barrier))[WARM_UP:])
 
     def _steps(self, model: nn.Module, number: int, workers: int, barrier: Callable[[], object]) -> Iterator[float]:
@@ -84,9 +84,12 @@ class TimedTraining:
 
 
 def time_ddp(training: TimedTraining, workers: int, links: Links, *, first: int = 0) -> tuple[float, Any]:
-    """Seconds of a step of the slowest worker, and the judgement of the first worker's network.
+    """Return the seconds of a step of the slowest worker, and the judgement of the first worker's network.
 
-    `first`: the namespace of the first worker; the others follow. OSError where a worker does not answer.
+    Args:
+        first: The namespace of the first worker; the others follow.
+
+    Raises an OSError if a worker does not answer.
     """
     answers = ask([partial(_work, training, workers, links, first, number) for number in range(workers)])
     return max(seconds for seconds, _ in answers), answers[0][1]
@@ -110,14 +113,14 @@ def _work(training: TimedTraining, workers: int, links: Links, first: int, numbe
 
 
 def time_alone(training: TimedTraining, pipe: Connection) -> None:
-    """In a child process: the same as one worker, without links."""
+    """Time the same training in a child process, as one worker without links."""
     torch.manual_seed(0)
     network = training.make()
     pipe.send((training.step_seconds(network, 0, 1, lambda: None), training.judge(network)))
 
 
 def ask(bodies: list[Callable[[Connection], None]]) -> list[Any]:
-    """What processes that run at the same time send, one message each; OSError where one sends none."""
+    """Run processes at the same time and return the one message of each, or raise an OSError if one sends none."""
     children = [Child(body) for body in bodies]
     try:
         return [_answer(child) for child in children]

@@ -1,9 +1,9 @@
-"""SIL's table: networks cut in two and trained apart, against ordinary training of the whole.
+"""Reproduce SIL's table: networks cut in two parts that train separately, against ordinary training of the whole.
 
-By synthetic labels (A: the right part reads labels; B: it reads activations) and by a local head at the cut. Beside
-ours are the numbers that were measured before, on 8,000 rows of MNIST and 2,000 others for testing; ours are means
-over seeds on the whole test set. Labels A are asked for before the activation function of the cut layer, where any
-number can be given, and read with noise; B and heads cut behind it.
+The parts train by synthetic labels (A: the right part reads labels; B: it reads activations) or by a local head at the
+cut. Beside our numbers are earlier measurements on 8,000 rows of MNIST and 2,000 others for testing; ours are means
+over seeds on the whole test set. Labels A are compared before the activation function of the cut layer, where any value
+is possible, and are read with noise; B and heads cut after it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LINES: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, float]], ...] = (
     ((32,), (128, 128, 64, 64), {"ordinary": 0.932, "A": 0.769, "B": 0.903, "heads": 0.933}),
     ((128,), (128, 128, 64, 64), {"ordinary": 0.943, "A": 0.809, "B": 0.911, "heads": 0.945}),
 )
-"""Hidden widths left and right of the cut, and the accuracies measured before."""
+"""The hidden widths left and right of the cut, and the accuracies measured before."""
 EQUAL = (512,) * 5
-"""Hidden widths of the network whose memory is shown."""
+"""The hidden widths of the network whose memory is shown."""
 
 
 def job_of(data: Data, hidden: tuple[int, ...], seed: int, epochs: int) -> Job:
-    """One training of the whole network."""
+    """Return the job that trains the whole network."""
     import torch
     import torch.nn.functional as F
 
@@ -61,7 +61,7 @@ def job_of(data: Data, hidden: tuple[int, ...], seed: int, epochs: int) -> Job:
 
 
 def apart(job: Job, way: str, left: int, device: str) -> dict[str, Any]:
-    """One training in two parts, cut behind `left` hidden layers."""
+    """Train one job in two parts, cut after `left` hidden layers."""
     from shoal.split.sil import sil
 
     settings: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def apart(job: Job, way: str, left: int, device: str) -> dict[str, Any]:
 
 
 def ordinary(jobs: list[Job], device: str) -> list[dict[str, Any]]:
-    """All seeds of the whole network, as one pack."""
+    """Train all seeds of the whole network as one pack."""
     import shoal
 
     results = finished(shoal.train(jobs, device=device, progress=False))
@@ -94,10 +94,10 @@ def ordinary(jobs: list[Job], device: str) -> list[dict[str, Any]]:
 
 
 def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Tell) -> dict[str, Any]:
-    """One network, every way."""
-    left, right, before = LINES[number]
+    """Train one network in every way."""
+    left, right, earlier = LINES[number]
     title = _title(data.features, left, right, data.classes)
-    row: dict[str, Any] = {"network": title, "before": before, "ways": {}}
+    row: dict[str, Any] = {"network": title, "before": earlier, "ways": {}}
     jobs = [job_of(data, (*left, *right), seed, epochs) for seed in range(seeds)]
     for way in WAYS:
         started = time.perf_counter()
@@ -113,7 +113,7 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
         row["ways"][way] = {
             "accuracy": statistics.fmean(values),
             "deviation": statistics.stdev(values) if seeds > 1 else 0.0,
-            "before": before[way],
+            "before": earlier[way],
             "left": statistics.fmean(run["left"] for run in runs) if "left" in runs[0] else None,
             "wall_seconds": time.perf_counter() - started,
             "runs": runs,
@@ -122,7 +122,7 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
 
 
 def memory(data: Data, epochs: int) -> dict[str, Any]:
-    """A step of six layers of equal hidden widths, whole and in two parts where the planner cuts."""
+    """Predict the costs of a step of six layers of equal hidden widths, whole and cut in two by the planner."""
     from shoal.split.methods.sil_method import SILMethod
     from shoal.split.sil import costs
 
@@ -146,7 +146,7 @@ def memory(data: Data, epochs: int) -> dict[str, Any]:
 def sil(
     *, folder: Path | None, seeds: int, device: str, quick: bool = False, tell: Tell = lambda _: None
 ) -> dict[str, Any]:
-    """The whole table; the result as plain data."""
+    """Measure the whole table and return the result as plain data."""
     import torch
 
     data = load(folder, 256 if quick else ROWS)
@@ -167,7 +167,7 @@ def _title(features: int, left: tuple[int, ...], right: tuple[int, ...], classes
 
 
 def table(result: dict[str, Any], console: Any) -> None:
-    """Ours beside what was measured before."""
+    """Print our numbers beside the earlier ones."""
     from rich.table import Table
 
     shown = Table(
@@ -213,7 +213,7 @@ def _largest(costs: dict[str, dict[str, int]] | None, key: str) -> str:
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """Label, ours, before: for the picture."""
+    """Return label, our number and the earlier one for each bar of the picture."""
     return [
         (f"{row['network'].partition(' / ')[0]}: {WAYS[way]}", cell["accuracy"], cell["before"])
         for row in result["lines"]

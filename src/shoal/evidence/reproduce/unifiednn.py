@@ -1,9 +1,9 @@
-"""UnifiedNN's comparison: M networks as M vanilla PyTorch processes, and as one Shoal process.
+"""Reproduce UnifiedNN's comparison: M networks as M vanilla PyTorch processes, and as one Shoal process.
 
-Published: up to 53 % less memory and 81 % less time than one process per network, accuracy unchanged.
-Time is what the users wait: from starting the processes to the last trained network, libraries and data included.
-Memory: on a GPU the most that the driver reports from start to end, contexts included; on a CPU the proportional
-set size of all processes, when all have trained and are still there.
+Published: up to 53 % less memory and 81 % less time than one process per network, accuracy unchanged. Time is what the
+users wait: from starting the processes to the last trained network, libraries and data included. Memory on a GPU is the
+most that the driver reports from start to end, contexts included; on a CPU it is the proportional set size of all
+processes, when all have trained and still exist.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
 
 PUBLISHED = {"memory": 0.53, "time": 0.81}
-LOOK_SECONDS = 0.25  # between two looks at the driver
+LOOK_SECONDS = 0.25  # between two queries of the driver
 TITLES = {"processes": "one process per network", "shoal": "Shoal"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Users:
-    """Who trains: so many of one architecture, or of four. Small enough to send to another process."""
+    """How many networks are trained, of one architecture or of four; small enough to send to another process."""
 
     members: int
     epochs: int
@@ -39,7 +39,7 @@ class Users:
 
 
 def _process(way: str, users: Users, share: range, device: str, threads: int | None, pipe: Connection) -> None:
-    """Train a share of the users' networks, send the seconds, then on request the memory and the accuracies."""
+    """Train a share of the networks, send the seconds, then on request the memory and the accuracies."""
     import torch
 
     from shoal.evidence.reproduce.digits import accuracy, jobs, load, vanilla
@@ -48,14 +48,14 @@ def _process(way: str, users: Users, share: range, device: str, threads: int | N
         torch.set_num_threads(threads)
     meter = Meter(device)
     x, y, xt, yt = load()
-    ours = [jobs(users.members, users.epochs, (x, y), same=users.same)[i] for i in share]
+    share_jobs = [jobs(users.members, users.epochs, (x, y), same=users.same)[i] for i in share]
     start = time.perf_counter()
     if way == "processes":
-        models = [vanilla(job, torch.device(device)) for job in ours]
+        models = [vanilla(job, torch.device(device)) for job in share_jobs]
     else:
         import shoal
 
-        models = [result.model for result in finished(shoal.train(ours, device=device, progress=False))]
+        models = [result.model for result in finished(shoal.train(share_jobs, device=device, progress=False))]
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     pipe.send(time.perf_counter() - start)
@@ -67,7 +67,7 @@ def _process(way: str, users: Users, share: range, device: str, threads: int | N
 
 
 class _Watch:
-    """The most that the driver reports over what was in use before."""
+    """Records the most memory that the driver reports beyond what was in use before."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -85,7 +85,7 @@ class _Watch:
 
 
 def _start(way: str, users: Users, device: str) -> list[Child]:
-    """The processes of one way."""
+    """Start the processes of one way."""
     everybody = range(users.members)
     shares = [everybody[i : i + 1] for i in everybody] if way == "processes" else [everybody]
     threads = max(1, host_cores() // len(shares)) if way == "processes" and device == "cpu" else None
@@ -93,7 +93,7 @@ def _start(way: str, users: Users, device: str) -> list[Child]:
 
 
 def _receive(children: list[Child], end: float, watch: _Watch) -> list[Any]:
-    """The next message of each, while the driver is watched."""
+    """Return the next message of each process, while watching the driver."""
     messages = []
     for child in children:
         while not child.pipe.poll(LOOK_SECONDS) and time.monotonic() < end:
@@ -109,7 +109,7 @@ def _ask(children: list[Child], end: float, watch: _Watch) -> list[Any]:
 
 
 def measure(way: str, users: Users, device: str, driver: Driver, end: float) -> dict[str, Any]:
-    """One way's time, memory and accuracies, or its error."""
+    """Measure one way's time, memory and accuracies, or return its error."""
     watch = _Watch(driver)
     start = time.monotonic()
     children = _start(way, users, device)
@@ -141,7 +141,7 @@ def measure(way: str, users: Users, device: str, driver: Driver, end: float) -> 
 
 
 def unifiednn(*, members: int, epochs: int, device: str, limit: float, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Both ways, for networks of one architecture and of four; the result as plain data."""
+    """Measure both ways, for networks of one architecture and of four, and return the result as plain data."""
     end = time.monotonic() + limit
     lines = []
     with Driver(device) as driver:
@@ -156,7 +156,7 @@ def unifiednn(*, members: int, epochs: int, device: str, limit: float, tell: Tel
 
 
 def saved(vanilla: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
-    """What one process saves over many: shares of memory and time, and whether any accuracy changed."""
+    """Return what one process saves over many: fractions of memory and time, and the largest change of an accuracy."""
     if vanilla["error"] or packed["error"]:
         return {"memory_saved": None, "time_saved": None, "training_saved": None, "largest_accuracy_change": None}
     changes = [
@@ -177,7 +177,7 @@ def saved(vanilla: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], console: Any) -> None:
-    """Ours beside the published."""
+    """Print our numbers beside the published ones."""
     from rich.table import Table
 
     shown = Table("networks", "way", "seconds", "training", "memory", "train accuracy", "test accuracy", "")
@@ -221,7 +221,7 @@ def table(result: dict[str, Any], console: Any) -> None:
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """Label, ours, published: for the picture."""
+    """Return label, our number and the published one for each bar of the picture."""
     return [
         (f"{line['networks']}: {key}", line[f"{key}_saved"], result["published"][key])
         for line in result["lines"]

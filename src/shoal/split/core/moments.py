@@ -14,8 +14,10 @@ from shoal.split.core.parts import Slice, Tensors
 
 def moments_of(optimizer: Optimizer, network: nn.Module) -> Tensors:
     """Return an optimizer's state by "<parameter>/<name>". Numbers become tensors."""
-    places = {id(parameter): place for place, parameter in enumerate(_parameters(optimizer))}
-    state = {places[id(parameter)]: values for parameter, values in optimizer.state.items() if id(parameter) in places}
+    index_of = {id(parameter): index for index, parameter in enumerate(_parameters(optimizer))}
+    state = {
+        index_of[id(parameter)]: values for parameter, values in optimizer.state.items() if id(parameter) in index_of
+    }
     return moments_in(state, order_of(optimizer, network))
 
 

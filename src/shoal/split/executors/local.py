@@ -1,7 +1,7 @@
-"""A task trained: the plain loop, on the part's network and the part's rows.
+"""Train a task with the plain loop, on the part's network and the part's rows.
 
-The outcome depends on the task and the job alone: the network is built anew, its weights and optimizer state are
-the task's, its rows are a pure function of (shard, start), its random draws follow the part's seed.
+The outcome depends only on the task and the job: the network is built again, its weights and optimizer state are the
+task's, its rows are a pure function of (shard, start), and its random draws follow the part's seed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ def train_task(
     private: bool = False,
     home: torch.device = CPU,
 ) -> Outcome:
-    """Train a part as its task says, on this device; `data` is the job's, opened there; `home`: where its weights go.
+    """Train a part on this device as its task says.
 
-    With `private` the data is the part's shard and nothing else. A loss or a weight that is not finite ends it:
-    the outcome then has no tensors, and its last loss says why.
+    Args:
+        data: The job's data, opened on the device.
+        private: The data is only the part's shard.
+        home: The device that the resulting tensors are moved to.
+
+    A loss or a weight that is not finite ends the training: the outcome then has no tensors, and its last loss says
+    why.
     """
     part, job = task.part, method.job(job, task.part)
     if not part.steps:
@@ -65,8 +70,8 @@ def train_task(
         training.train(reading, method.batches(task, _read(reading, data, part)), meter)
         losses = torch.stack(training.losses).double().tolist()
         seconds = time.perf_counter() - started
-    fine = all(math.isfinite(loss) for loss in losses)
-    tensors = {name: value.to(home) for name, value in training.result().items()} if fine else {}
+    finite = all(math.isfinite(loss) for loss in losses)
+    tensors = {name: value.to(home) for name, value in training.result().items()} if finite else {}
     if not all_finite(tensors):
         tensors, losses = {}, [*losses[:-1], math.nan]
     extras = {f"log/{name}": torch.tensor(values, dtype=torch.float64) for name, values in training.logs.items()}
@@ -88,12 +93,12 @@ def train_task(
 
 
 def diverged(outcome: Outcome | None) -> bool:
-    """Whether a part was trained and its loss is not finite."""
+    """Return whether a part was trained and its loss is not finite."""
     return outcome is not None and bool(outcome.losses) and not math.isfinite(sum(outcome.losses))
 
 
 class _PartTraining:
-    """A part's network with what trains it."""
+    """A part's network with everything that trains it."""
 
     def __init__(self, job: Job, method: Method, part: Part, network: nn.Module, device: torch.device) -> None:
         self.job, self.method, self.part, self.network, self.device = job, method, part, network, device
@@ -114,12 +119,12 @@ class _PartTraining:
             batches += len(group)
 
     def _step(self, group: list[Any], batches: int) -> None:
-        """One optimizer step over a group of batches; where gradients are what is wanted, without the update."""
+        """Take one optimizer step over a group of batches, or only compute gradients if these are merged."""
         self.optimizer.zero_grad()
-        self.network.zero_grad()  # parameters that the optimizer does not have
+        self.network.zero_grad()  # also parameters that the optimizer does not have
         losses = []
-        for place, batch in enumerate(group):
-            with _drawing(self.part.seed, self.device, batches + place):
+        for index, batch in enumerate(group):
+            with _drawing(self.part.seed, self.device, batches + index):
                 with autocast(self.job, self.device):
                     loss, logs = self.step_of(self.network, batch)
                 (loss / len(group) if len(group) > 1 else loss).backward()  # type: ignore[no-untyped-call]
@@ -138,7 +143,7 @@ class _PartTraining:
             self.masks.weights()
 
     def result(self) -> Tensors:
-        """What is sent back: weights or gradients, and buffers."""
+        """Return what is sent back: weights or gradients, and buffers."""
         tensors = tensors_of(self.network)
         if self.method.merge == "gradients":
             grads = {name: p.grad for name, p in self.network.named_parameters()}
@@ -148,7 +153,7 @@ class _PartTraining:
         return {name: value for name, value in tensors.items() if value is not None}
 
     def moments(self) -> Tensors:
-        """The optimizer's state of what goes back."""
+        """Return the optimizer state of the tensors that are sent back."""
         moments = moments_of(self.optimizer, self.network)
         if self.masks is not None:
             moments = self.masks.moments(moments)
@@ -156,24 +161,25 @@ class _PartTraining:
 
 
 def at_home(moments: Tensors, home: torch.device) -> Tensors:
-    """Moments where the state is; numbers (an optimizer's step count) on the CPU, where optimizers want them."""
+    """Move moments to the device of the state; numbers (an optimizer's step count) to the CPU, where optimizers
+    expect them."""
     return {name: value.to(home) if value.dim() else value.cpu() for name, value in moments.items()}
 
 
 def all_finite(tensors: Tensors) -> bool:
-    """Whether all numbers are; a device is asked once."""
+    """Return whether all numbers are finite, with one synchronization with the device."""
     finite = [torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point()]
     return not finite or bool(torch.stack(finite).all())
 
 
 def _read(reading: Reading, data: View, part: Part) -> Iterator[Any]:
-    """A part's batches. Their order is found now, before a step is watched: it is not what training holds."""
+    """Yield a part's batches. Their order is computed now, so that its memory is not counted as the training's."""
     batches = [(epoch, rows) for epoch, group in reading.groups(part.start, part.steps) for rows in group]
     return (data.source.take(data.rows(rows), seed=reading.job.order_seed, epoch=epoch) for epoch, rows in batches)
 
 
 def set_rates(job: Job, optimizer: Optimizer, base: list[Any], step: int, steps_per_epoch: int) -> None:
-    """The learning rates of a local step, counted from the run's first."""
+    """Set the learning rates of a local step, counted from the first step of the run."""
     if job.schedule is None:
         return
     factor = float(job.schedule(step if job.schedule_every == "step" else step // steps_per_epoch))
@@ -186,7 +192,7 @@ def set_rates(job: Job, optimizer: Optimizer, base: list[Any], step: int, steps_
 
 @contextmanager
 def _drawing(seed: int, device: torch.device, batches: int) -> Iterator[None]:
-    """On a GPU random calls are counted: a draw is a function of (seed, batches so far, call, element)."""
+    """Number the random calls on a GPU, where each draw is a function of (seed, batches so far, call, element)."""
     with counted(seed, device) if device.type == "cuda" else nullcontext() as mode:
         if mode is not None:
             mode.begin(batches)
@@ -194,7 +200,7 @@ def _drawing(seed: int, device: torch.device, batches: int) -> Iterator[None]:
 
 
 class Masks:
-    """Keeps all but the learning slices of a network's parameters where they are."""
+    """Keeps the parameters of a network unchanged outside of the learning slices."""
 
     def __init__(self, network: nn.Module, learning: Mapping[str, Slice]) -> None:
         self.learning = learning
@@ -210,19 +216,19 @@ class Masks:
             self._kept.append((parameter, mask, parameter.detach().clone()))
 
     def gradients(self) -> None:
-        """Take away what others learn."""
+        """Set the gradients outside of the learning slices to zero."""
         for parameter, mask, _ in self._kept:
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(~mask, 0.0)
 
     @torch.no_grad()
     def weights(self) -> None:
-        """Put back what an optimizer moves without a gradient: by weight decay, or by momentum."""
+        """Restore weights that an optimizer changes without a gradient, by weight decay or momentum."""
         for parameter, mask, start in self._kept:
             parameter.copy_(torch.where(mask, parameter, start))
 
     def moments(self, moments: Tensors) -> Tensors:
-        """Of the optimizer's state, what belongs to the learning slices."""
+        """Return the optimizer state of the learning slices."""
         out: Tensors = {}
         for key, value in moments.items():
             parameter = key.rpartition("/")[0]
@@ -238,7 +244,7 @@ class Serial:
 
     tier = "serial"
     home: torch.device
-    """Where outcomes are: on the device itself, so that the state stays there and rounds cross no bus."""
+    """Where outcomes are: on the device itself, so that the state stays there and rounds copy nothing."""
 
     def __init__(self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu") -> None:
         check_count("workers", workers)

@@ -1,4 +1,4 @@
-"""Parts of equal shapes as one pack: many narrow networks in one step.
+"""Train parts of equal shapes as one pack, with many narrow networks in one step.
 
 A pack is reused from round to round: the units change, their number does not, so new weights are loaded into its
 members and nothing is traced again. Parts that cannot be packed are trained one after another.
@@ -36,7 +36,7 @@ class Packed(Serial):
 
     tier = "packed"
     MOST = 4
-    """Packs that are reused: of the usual rounds, of the last ones, and where widths do not divide."""
+    """How many packs are kept for reuse: those of usual rounds, of the last ones, and where widths do not divide."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,19 +44,19 @@ class Packed(Serial):
         self._refusal = _refusal(self)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        outcomes_by_place: list[Outcome | None] = [None] * len(tasks)
-        for key, places in self._alike(tasks).items():
-            alike = [tasks[place] for place in places]
+        all_outcomes: list[Outcome | None] = [None] * len(tasks)
+        for key, indices in self._alike(tasks).items():
+            alike = [tasks[index] for index in indices]
             outcomes = super().run(alike) if key is None or len(alike) == 1 else self._together(key[1:], alike)
-            for place, outcome in zip(places, outcomes, strict=True):
-                outcomes_by_place[place] = outcome
-        return outcomes_by_place
+            for index, outcome in zip(indices, outcomes, strict=True):
+                all_outcomes[index] = outcome
+        return all_outcomes
 
     def _alike(self, tasks: Sequence[Task]) -> dict[tuple[Hashable, ...] | None, list[int]]:
-        """Places of tasks that can be one pack; under None those that are trained alone."""
+        """Return the indices of tasks that can be one pack; those that are trained alone are under None."""
         groups: dict[tuple[Hashable, ...] | None, list[int]] = {}
-        for place, task in enumerate(tasks):
-            groups.setdefault(None if self._refusal else _key(task), []).append(place)
+        for index, task in enumerate(tasks):
+            groups.setdefault(None if self._refusal else _key(task), []).append(index)
         return groups
 
     def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
@@ -72,7 +72,8 @@ class Packed(Serial):
 
 
 def _key(task: Task) -> tuple[Hashable, ...] | None:
-    """Parts with equal keys are one computation of so many steps; None: it is trained alone."""
+    """Return a key that is equal for parts with the same computation and steps, or None for a part that is trained
+    alone."""
     clocks = {float(value) for name, value in task.moments.items() if name.endswith("/step")}
     if task.part.learn is not None or not task.part.steps or len(clocks) > 1:
         return None
@@ -81,7 +82,7 @@ def _key(task: Task) -> tuple[Hashable, ...] | None:
 
 
 def _refusal(executor: Serial) -> str:
-    """Why nothing of this job can be packed; empty: it can."""
+    """Return why nothing of this job can be packed, or "" if it can."""
     method, job = executor.method, executor.job
     if method.merge == "gradients":
         return "its parts give gradients back"
@@ -93,7 +94,7 @@ def _refusal(executor: Serial) -> str:
 
 
 class _PackedParts:
-    """A pack, and the networks that its members were made of."""
+    """A pack, and the networks of its members."""
 
     def __init__(self, executor: Serial, tasks: list[Task]) -> None:
         self.executor = executor
@@ -104,9 +105,9 @@ class _PackedParts:
         self.orders = [order_of(optimizer, n) for optimizer, n in zip(optimizers, self.networks, strict=True)]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         self.held = 0
-        """Bytes that the pack itself holds on a GPU between rounds."""
+        """The bytes that the pack itself occupies on a GPU between rounds."""
         self.working: int | None = None
-        """What a step holds besides state, for one member: on a CPU counted once."""
+        """The bytes that a step needs besides state, for one member; measured once on a CPU."""
         self.logs = bool(job.step) and self._has_logs(tasks[0])
         self.steps_per_epoch = [reading.steps for reading in self._readings(tasks)]
         steps = [self._step_of(task) for task in tasks]
@@ -131,20 +132,20 @@ class _PackedParts:
         return lambda network, batch: step(network, batch)[0]
 
     def _has_logs(self, task: Task) -> bool:
-        """Whether the job's step logs numbers, which a pack does not return."""
+        """Return whether the job's step logs numbers, which a pack does not return."""
         data = self.executor.data
         network = self.executor.method.network(task.part).to(self.executor.device)
         with torch.no_grad(), seeded(0, self.executor.device):
             batch = data.take(0, min(2, len(data)))
             return bool(step_of(self.executor.job, self.executor.method, task.part)(network, batch)[1])
 
-    def _schedule(self, place: int) -> Any:
+    def _schedule(self, index: int) -> Any:
         job = self.executor.job
         assert job.schedule is not None
         factor = job.schedule
         if job.schedule_every == "step":
             return factor
-        return lambda step: factor(step // self.steps_per_epoch[place])
+        return lambda step: factor(step // self.steps_per_epoch[index])
 
     def _readings(self, tasks: Sequence[Task]) -> list[Reading]:
         return [Reading(self.executor.job, len(self.executor.data), task.part.shard) for task in tasks]
@@ -172,55 +173,55 @@ class _PackedParts:
 
     @contextmanager
     def _metered(self) -> Iterator[list[int]]:
-        """Inside: a list that will have the most bytes that the pack held on a GPU, other things there left out."""
+        """Yield a list that will contain the peak bytes of the pack on a GPU, without other things there."""
         device, peak = self.executor.device, list[int]()
         if device.type != "cuda":
             yield peak
             return
-        before = torch.cuda.memory_allocated(device)
+        old_bytes = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
-        peak.append(torch.cuda.max_memory_allocated(device) - before + self.held)
-        self.held += torch.cuda.memory_allocated(device) - before
+        peak.append(torch.cuda.max_memory_allocated(device) - old_bytes + self.held)
+        self.held += torch.cuda.memory_allocated(device) - old_bytes
 
     def _load(self, tasks: list[Task], readings: list[Reading]) -> None:
         job = self.executor.job
-        for place, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
-            weights = {name: task.tensors[part_name] for name, part_name in self.names[place].items()}
+        for index, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
+            weights = {name: task.tensors[part_name] for name, part_name in self.names[index].items()}
             state: dict[str, Any] | None = None
             if task.moments:
                 state = {
-                    "state": state_of(task.moments, self.orders[place]),
-                    "param_groups": [dict(group) for group in self.settings[place]],
+                    "state": state_of(task.moments, self.orders[index]),
+                    "param_groups": [dict(group) for group in self.settings[index]],
                 }
             first = reading.step_at(task.part.start)
             self.pack.load(id, weights, state, step=first if job.schedule else None, seed=task.part.seed)
 
     def _train(self, tasks: list[Task], readings: list[Reading]) -> tuple[list[Tensor], list[int]]:
-        """Step after step of all; members at a short batch of another size than the others' step after them."""
+        """Step all members together; members whose last batch has another size step after the others."""
         ids, losses = self.pack.ids, list[Tensor]()
         streams = [reading.groups(t.part.start, t.part.steps) for t, reading in zip(tasks, readings, strict=True)]
         turns = [[(epoch, group[0]) for epoch, group in turn] for turn in zip(*streams, strict=True)]
         feed = self._full(turns)
         for turn in turns:
             sizes: dict[int, list[int]] = {}
-            for place, (_, rows) in enumerate(turn):
-                sizes.setdefault(len(rows), []).append(place)
+            for index, (_, rows) in enumerate(turn):
+                sizes.setdefault(len(rows), []).append(index)
             if feed is not None and len(sizes) == 1 and len(turn[0][1]) == self.executor.job.batch_size:
                 losses.append(
                     self._watched(next(feed)) if len(losses) == 1 else self.pack.step(next(feed), per_member=True)
                 )
                 continue
             step_losses: dict[int, Tensor] = {}
-            for places in sizes.values():
-                batch = self._batch([turn[place] for place in places])
-                several = self.pack.step(batch, per_member=True, members=[ids[place] for place in places])
-                step_losses |= dict(zip(places, several, strict=True))
-            losses.append(torch.stack([step_losses[place] for place in range(len(tasks))]))
-        return losses, [sum(len(turn[place][1]) for turn in turns) for place in range(len(tasks))]
+            for indices in sizes.values():
+                batch = self._batch([turn[index] for index in indices])
+                group_losses = self.pack.step(batch, per_member=True, members=[ids[index] for index in indices])
+                step_losses |= dict(zip(indices, group_losses, strict=True))
+            losses.append(torch.stack([step_losses[index] for index in range(len(tasks))]))
+        return losses, [sum(len(turn[index][1]) for turn in turns) for index in range(len(tasks))]
 
     def _watched(self, batch: Any) -> Tensor:
-        """A step, whose memory is counted on a CPU."""
+        """Take a step, and measure its memory on a CPU."""
         if self.executor.device.type == "cuda" or self.working is not None:
             return self.pack.step(batch, per_member=True)
         with Ledger() as ledger:
@@ -229,7 +230,7 @@ class _PackedParts:
         return losses
 
     def _full(self, turns: list[list[tuple[int, Tensor]]]) -> Iterator[Any] | None:
-        """The turns in which every member has a full batch, their rows moved to the device at once."""
+        """Return the turns in which every member has a full batch, with their rows moved to the device at once."""
         source, size = self.executor.data.source, self.executor.job.batch_size
         full = [turn for turn in turns if all(len(rows) == size for _, rows in turn)]
         if not full or not isinstance(source, TensorSource):
@@ -237,16 +238,16 @@ class _PackedParts:
         order = torch.stack([torch.stack([rows for _, rows in turn]) for turn in full])
         return map(source.take, self.executor.data.rows(order).to(self.executor.device))
 
-    def _batch(self, wanted: list[tuple[int, Tensor]]) -> Any:
-        """Members' batches of equal size, members first."""
+    def _batch(self, member_rows: list[tuple[int, Tensor]]) -> Any:
+        """Return members' batches of equal size, members first."""
         data, job = self.executor.data, self.executor.job
         if isinstance(data.source, TensorSource):
-            return data.source.take(data.rows(torch.stack([rows for _, rows in wanted])))
-        taken = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in wanted]
+            return data.source.take(data.rows(torch.stack([rows for _, rows in member_rows])))
+        taken = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in member_rows]
         return pytree.tree_map(lambda *leaves: torch.stack(leaves), *taken)
 
-    def _outcome(self, place: int, task: Task, losses: list[float], rows: int, seconds: float, peak: int) -> Outcome:
-        tensors, moments = self._result(place) if all(map(math.isfinite, losses)) else ({}, {})
+    def _outcome(self, index: int, task: Task, losses: list[float], rows: int, seconds: float, peak: int) -> Outcome:
+        tensors, moments = self._result(index) if all(map(math.isfinite, losses)) else ({}, {})
         if not all_finite(tensors):
             tensors, moments, losses = {}, {}, [*losses[:-1], math.nan]
         if not peak and self.working is not None:
@@ -262,18 +263,19 @@ class _PackedParts:
             peak_bytes=peak,
         )
 
-    def _result(self, place: int) -> tuple[Tensors, Tensors]:
-        """A member's weights and moments, where it is trained; without moments where they do not travel."""
-        id = self.pack.ids[place]
+    def _result(self, index: int) -> tuple[Tensors, Tensors]:
+        """Return a member's weights and moments where it is trained; without moments if they are not sent."""
+        id = self.pack.ids[index]
         tensors = {name: tensor.to(self.executor.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
         if self.executor.method.moments == "fresh" and self.executor.device.type == "cuda":
             return tensors, {}
-        moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[place])
+        moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[index])
         return tensors, at_home(moments, self.executor.home)
 
 
 def _state_names(network: nn.Module) -> dict[str, str]:
-    """For each entry of a network's state_dict, the name under which its parts have it: tied tensors have one."""
+    """Return for each entry of a network's state_dict the name of its tensor in the parts, where tied tensors have
+    one name."""
     first = {id(tensor): name for name, tensor in named_state(network).items()}
     return {
         name: first[id(tensor)] for name, tensor in network.state_dict(keep_vars=True).items() if id(tensor) in first

@@ -1,4 +1,5 @@
-"""Whether splitting pays here: bytes by formula, compute by a few steps, seconds by the link; before any training."""
+"""Predict whether splitting saves time: bytes by formula, compute from a few timed steps, seconds from the link's
+speed."""
 
 from __future__ import annotations
 
@@ -28,43 +29,43 @@ from shoal.utils.tables import duration, render, size
 
 TIMED_STEPS = 5
 TRIPS = 1
-"""Times that a round waits for the link's latency there and back: a task, and its outcome."""
+"""How often a round waits for the link's latency there and back: for a task and its outcome."""
 PAYS = 1.1
-"""Rows in a second, over one machine's, from which it pays."""
+"""The ratio of rows per second to those of one machine from which splitting is worth it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class MethodForecast:
-    """What a round of one method costs a worker here."""
+    """The costs of one round of a method for a worker here."""
 
     method: str
     local_steps: int
     round_bytes: int
-    """At one worker's socket, both ways."""
+    """The bytes at one worker's socket, both ways."""
     step_bytes: float
-    """The same for each local step."""
+    """The same bytes for each local step."""
     link_seconds: float
-    """Of a round, for its way out and back."""
+    """The seconds of a round for sending out and back."""
     step_seconds: float
-    """Of one local step, measured here."""
+    """The measured seconds of one local step."""
     round_seconds: float
     speedup: float
-    """Rows that all workers train on in a second, over those of one machine with the whole network."""
+    """The rows that all workers train on per second, relative to one machine with the whole network."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Advice:
-    """What splitting would cost and bring here."""
+    """The costs and the gain of splitting here."""
 
     workers: int
     link: str
     alone_step_seconds: float
-    """One machine, the whole network, one step."""
+    """The seconds of one step of the whole network on one machine."""
     forecasts: list[MethodForecast] = field(default_factory=list)
     sentence: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the advice as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -88,26 +89,26 @@ def advise(
     codec: str = "exact",
     device: torch.device | str = "cpu",
 ) -> Advice:
-    """What the chosen method costs a round beside local SGD and data parallel, and whether it pays.
+    """Return the costs of a round of the chosen method, of local SGD and of data parallel, and whether splitting pays.
 
-    Every worker has a link of this speed to a coordinator whose own is no narrower than all of them together.
+    Every worker is assumed to have a link of this speed, and the coordinator one as fast as all of them together.
     """
-    there, device = [Worker(number) for number in range(workers)], torch.device(device)
+    all_workers, device = [Worker(number) for number in range(workers)], torch.device(device)
     alone = LocalSGD(chosen.member, 1, local_steps=TIMED_STEPS)
     step_seconds = _time_step(alone, alone.parts(0, [Worker(0)])[0], device)
     advice = Advice(workers=workers, link=str(link), alone_step_seconds=step_seconds)
-    for method in _compared(chosen, there):
-        advice.forecasts.append(_forecast(method, there, link, codec, device, step_seconds))
+    for method in _compared(chosen, all_workers):
+        advice.forecasts.append(_forecast(method, all_workers, link, codec, device, step_seconds))
     advice.sentence = _sentence(advice)
     return advice
 
 
 def _compared(chosen: Method, workers: Sequence[Worker]) -> list[Method]:
-    """The chosen method first, then those that it is compared with."""
+    """Return the chosen method, then those that it is compared with."""
     steps = _local_steps(chosen.parts(0, workers))
     methods = [chosen]
     for kind, options in ((LocalSGD, {"local_steps": steps}), (DataParallel, {})):
-        with suppress(ShoalError):  # it cannot be split that way
+        with suppress(ShoalError):  # the job cannot be split by this method
             if kind.name != chosen.name:
                 methods.append(kind(chosen.member, len(workers), **options))
     return methods
@@ -118,7 +119,7 @@ def _local_steps(parts: Sequence[Part]) -> int:
 
 
 def _time_step(method: Method, part: Part, device: torch.device) -> float:
-    """Seconds of one step of a part here, after one to warm up."""
+    """Return the seconds of one step of a part here, after a warm-up step."""
     state, slices = State.of(method.model, method.companions()), method.slices(part)
     seconds = 0.0
     for steps in (1, min(TIMED_STEPS, max(part.steps, 1))):
@@ -136,22 +137,22 @@ def _forecast(
     parts = method.parts(number, workers)
     forecast = Forecast(method, partial(message_bytes, codec=codec_named(codec)))
     steps = _local_steps(parts)
-    if isinstance(method, SILMethod):  # its parts read the same rows, and are unlike
-        parts = [method.part_of(place if method.lag else 0, place) for place in range(method.count)]
+    if isinstance(method, SILMethod):  # its parts differ, and read the same rows
+        parts = [method.part_of(index if method.lag else 0, index) for index in range(method.count)]
         step, rows = alone * _largest(method), 1
     else:
         step, rows = _time_step(method, parts[0], device), len(parts)
-    moved = max(forecast.part(number, part).both for part in parts)
-    seconds = link.seconds(moved) + TRIPS * link.latency
-    whole = steps * step + seconds
+    round_bytes = max(forecast.part(number, part).both for part in parts)
+    seconds = link.seconds(round_bytes) + TRIPS * link.latency
+    total = steps * step + seconds
     return MethodForecast(
-        method=method.name, local_steps=steps, round_bytes=moved, step_bytes=moved / steps,
-        link_seconds=seconds, step_seconds=step, round_seconds=whole, speedup=rows * steps * alone / whole,
+        method=method.name, local_steps=steps, round_bytes=round_bytes, step_bytes=round_bytes / steps,
+        link_seconds=seconds, step_seconds=step, round_seconds=total, speedup=rows * steps * alone / total,
     )  # fmt: skip
 
 
 def _largest(method: SILMethod) -> float:
-    """The largest part's share of the operations."""
+    """Return the largest part's share of the operations."""
     whole, *parts = (cost.operations for cost in costs(method).values())
     return max(parts) / max(1, whole)
 

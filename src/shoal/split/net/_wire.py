@@ -1,4 +1,4 @@
-"""A task or an outcome as a message, and back; units that a part keeps are one bit each."""
+"""Convert tasks and outcomes to messages and back; the units that a part keeps take one bit each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTCOME_FIELDS = ("rows", "seconds", "peak_bytes")
 
 
 def to_message(content: Task | Outcome, codec: Codec = EXACT) -> Message:
-    """A task or an outcome as a message."""
+    """Return a task or an outcome as a message."""
     kind, number = (TASK, content.part.number) if isinstance(content, Task) else (OUTCOME, content.number)
     header = Header(kind, content.round, number, codec=list(CODECS).index(codec.name))
     body = [_codec_for(codec, section, t.dtype).encode(t) for section, _, t in _tensors(content)]
@@ -27,7 +27,7 @@ def to_message(content: Task | Outcome, codec: Codec = EXACT) -> Message:
 
 
 def message_bytes(content: Task | Outcome, codec: Codec = EXACT) -> int:
-    """How long the message will be, from types and shapes alone: tensors may be on the meta device."""
+    """Return the length of the message, from types and shapes alone, so that tensors may be on the meta device."""
     sizes = (_codec_for(codec, section, t.dtype).size(tuple(t.shape), t.dtype) for section, _, t in _tensors(content))
     return HEADER_BYTES + len(_description(content)) + sum(sizes)
 
@@ -44,7 +44,7 @@ def _description(content: Task | Outcome) -> bytes:
 
 
 def _tensors(content: Task | Outcome) -> Iterator[tuple[str, str, Tensor]]:
-    """All tensors of a message: section, name, tensor."""
+    """Yield all tensors of a message: section, name, tensor."""
     for section in ("tensors", "moments", "extras"):
         for name, tensor in getattr(content, section).items():
             yield section, name, tensor
@@ -63,7 +63,7 @@ def _codec_for(codec: Codec, section: str, dtype: torch.dtype) -> Codec:
 
 
 def _to_bits(units: Tensor) -> Tensor:
-    """A bit for each unit up to the last that is kept."""
+    """Return a bit for each unit up to the last that is kept."""
     bits = np.zeros(int(units[-1]) + 1 if len(units) else 0, dtype=bool)
     bits[units.numpy()] = True
     return torch.from_numpy(np.packbits(bits))
@@ -74,7 +74,7 @@ def _from_bits(groups: Mapping[str, Tensor]) -> Tensors:
 
 
 def read_task(message: Message) -> Task:
-    """The task in a message; WireError where it is none."""
+    """Return the task in a message, or raise a WireError."""
     with reading():
         numbers, sections = _unpack(message)
         numbers["shard"] = tuple(numbers["shard"])
@@ -90,7 +90,7 @@ def read_task(message: Message) -> Task:
 
 
 def read_outcome(message: Message) -> Outcome:
-    """The outcome in a message; WireError where it is none."""
+    """Return the outcome in a message, or raise a WireError."""
     with reading():
         numbers, sections = _unpack(message)
         losses: list[float] = sections["losses"][""].tolist()
@@ -102,18 +102,18 @@ def read_outcome(message: Message) -> Outcome:
 
 
 def _unpack(message: Message) -> tuple[dict[str, Any], dict[str, Tensors]]:
-    """The numbers of a message, and its tensors by section and name."""
+    """Return the numbers of a message, and its tensors by section and name."""
     split = message.header.description_bytes
     numbers, entries = json.loads(bytes(message.payload[:split].numpy()))
     body, codec, at = message.payload[split:], list(CODECS.values())[message.header.codec], 0
     sections: dict[str, Tensors] = {name: {} for name in ("tensors", "moments", "extras", "keep", "learn", "losses")}
-    for section, name, kind, shape in entries:
-        dtype = getattr(torch, kind)
-        how = _codec_for(codec, section, dtype)
-        size = how.size(tuple(shape), dtype)
+    for section, name, dtype_name, shape in entries:
+        dtype = getattr(torch, dtype_name)
+        tensor_codec = _codec_for(codec, section, dtype)
+        size = tensor_codec.size(tuple(shape), dtype)
         if at + size > body.numel():
             raise WireError(f"a message ends inside {name!r}; the rest was lost")
-        sections[section][name] = how.decode(body[at : at + size], tuple(shape), dtype)
+        sections[section][name] = tensor_codec.decode(body[at : at + size], tuple(shape), dtype)
         at += size
     if at != body.numel():
         raise WireError(f"a message has {body.numel() - at:,} bytes too many; it was changed")

@@ -1,4 +1,5 @@
-"""The coordinator's side: workers in other processes. It waits for none of them longer than the deadline."""
+"""The coordinator's side: it trains parts on workers in other processes, and waits for none longer than the
+deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, probe_link
 from shoal.split.net.messages import END, OUTCOME, RAISED, text_message
 
 END_SECONDS = 2.0
-"""For a worker to receive that the run has ended."""
+"""How long telling a worker that the run has ended may take."""
 
 
 class WorkerRaised(ShoalError):
@@ -38,29 +39,29 @@ class Connected:
 
     link: Link
     name: str
-    """The same after it was away."""
+    """The worker's name, which stays the same when it rejoins."""
     shard: int | None
     number: int = -1
     rate: float = 0.0
-    """Weights times steps in a second, whatever the size of its part; 0: not known yet."""
+    """Weights times steps per second, independent of the size of its part; 0 if unknown."""
 
 
 @dataclass(slots=True)
 class Lost:
-    """A part that did not come back."""
+    """A part that was not returned."""
 
     round: int
     worker: int
     why: str
     waited: float
-    """Seconds from the beginning of the round."""
+    """The seconds since the beginning of the round."""
     allowed: float
-    """What the deadline was."""
+    """The deadline in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A task that a worker trains."""
+    """A task that a worker trains in this round."""
 
     task: Task
     worker: Connected
@@ -76,10 +77,10 @@ def _connected(link: Link, request: Mapping[str, Any]) -> Connected:
 
 
 class Distributed:
-    """Trains parts by processes on this or other machines, each at the other end of its own link.
+    """Trains parts on processes of this or other machines, each with its own link.
 
-    A worker that dies, stalls or is too late loses its part of that round, and the run waits for it no longer than the
-    deadline. Workers may join at any time: they are in the next round's roll.
+    A worker that dies, stalls or is too late loses its part of that round, and the run waits no longer than the
+    deadline. Workers may join at any time, and take part from the next round on.
     """
 
     tier = "distributed"
@@ -98,8 +99,14 @@ class Distributed:
         patience: float = 300.0,
         tell: Tell | None = None,
     ) -> None:
-        """`workers`: how many the first round waits for, `start_seconds` at most. `patience`: how long a run without
-        any worker waits for one. `offer`: settings that workers read before they join."""
+        """Listen for workers.
+
+        Args:
+            workers: How many workers the first round waits for.
+            offer: Settings that workers read before they join.
+            start_seconds: How long the first round waits for workers.
+            patience: How long a run without any worker waits for one.
+        """
         self.codec = codec_named(codec)
         self.deadline = Deadline(fixed=deadline)
         self.lost: list[Lost] = []
@@ -117,13 +124,14 @@ class Distributed:
     # --- the workers ------------------------------------------------------------------------------------------------
 
     def roll(self, number: int) -> Sequence[Worker]:
-        """The workers of this round; waits for the first ones, and where there is none."""
-        self._take_in(self._admission.arrivals(needed=not self._workers))
+        """Return the workers of this round; wait for the first ones, or if there is none."""
+        self._add_workers(self._admission.arrivals(needed=not self._workers))
         if not self._workers:
             raise SplitError(self._admission.nobody())
         return [Worker(m.number, self._speed(m), m.shard) for m in self._workers]
 
-    def _take_in(self, arrived: Sequence[Connected]) -> None:
+    def _add_workers(self, arrived: Sequence[Connected]) -> None:
+        """Add workers, and give each the smallest free number."""
         for worker in arrived:
             taken = {m.number for m in self._workers}
             worker.number = next(n for n in range(len(taken) + 1) if n not in taken)
@@ -137,7 +145,7 @@ class Distributed:
         return other
 
     def probe(self) -> LinkSpeed:
-        """How fast the slowest link is, measured; between rounds, after a roll."""
+        """Measure the slowest link; call it between rounds, after `roll`."""
         speeds = []
         for worker in list(self._workers):
             try:
@@ -152,7 +160,7 @@ class Distributed:
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        """Send the tasks out and gather what comes back before the deadline; None for what does not."""
+        """Send the tasks and return the outcomes that come back before the deadline, and None for the others."""
         turns = [
             _Turn(task, worker, self.deadline.limit(worker.name))
             for task, worker in zip(tasks, self._workers[: len(tasks)], strict=True)
@@ -162,14 +170,14 @@ class Distributed:
         try:
             self._gather({threads.submit(self._exchange, turn, began): turn for turn in turns}, began)
         finally:
-            threads.shutdown(wait=False)  # a link that is cut ends its thread at once
+            threads.shutdown(wait=False)  # cutting a link ends its thread at once
         self._drop_lost(turns)
         return [turn.outcome for turn in turns]
 
     def _exchange(self, turn: _Turn, began: float) -> Outcome:
-        """One worker's round, in a thread of its own."""
+        """Do one worker's round, in its own thread."""
         link, task = turn.worker.link, turn.task
-        until = began + max(turn.limit, self.deadline.first)  # shortened by cutting the link
+        until = began + max(turn.limit, self.deadline.first)  # cutting the link ends the wait earlier
         link.send(to_message(task, self.codec), until - time.monotonic())
         reply = link.receive(until - time.monotonic())
         if reply.header.kind == RAISED:
@@ -180,7 +188,7 @@ class Distributed:
         return self._outcomes.received(task, read_outcome(reply))
 
     def _gather(self, running: dict[Future[Outcome], _Turn], began: float) -> None:
-        """Wait for all, and cut off those whose time is up; the time of those that finish limits the others."""
+        """Wait for all workers and cut off those that are late; the times of those that finish limit the others."""
         finished: list[float] = []
         while running:
             for turn in running.values():
@@ -206,7 +214,7 @@ class Distributed:
                 self.deadline.missed(turn.worker.name)
 
     def _drop_lost(self, turns: Sequence[_Turn]) -> None:
-        """Drop the workers that were lost; SplitError where the job's own code is what failed."""
+        """Drop the workers that were lost, or raise a SplitError if the job's own code failed."""
         raised = [turn for turn in turns if isinstance(turn.error, WorkerRaised)]
         if raised and len(raised) == len(turns):
             raise SplitError(f"worker {raised[0].worker.number} ({raised[0].worker.name}): {raised[0].error}")
@@ -226,7 +234,7 @@ class Distributed:
         self._workers.remove(worker)
 
     def _measure(self, turn: _Turn) -> None:
-        """Weights times steps in a second: what a worker does, whatever the size of its part."""
+        """Update a worker's rate, in weights times steps per second."""
         outcome = turn.outcome
         if outcome is not None and outcome.seconds > 0:
             weights = sum(t.numel() for t in turn.task.tensors.values())
@@ -234,7 +242,7 @@ class Distributed:
             turn.worker.rate = 0.5 * (turn.worker.rate or rate) + 0.5 * rate
 
     def _speed(self, worker: Connected) -> float:
-        """Relative to the others; 1 until all of them are known."""
+        """Return the worker's speed relative to the others, or 1 until all are known."""
         rates = [m.rate for m in self._workers]
         return round(worker.rate / mean(rates), 2) if all(rates) else 1.0
 
@@ -242,16 +250,16 @@ class Distributed:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes at the sockets of all links so far, as they are counted here."""
+        """The bytes at the sockets of all links so far, as counted here."""
         return sum((worker.link.traffic for worker in self._workers), self._gone)
 
     @property
     def moved(self) -> int:
-        """Both ways together."""
+        """The bytes of both directions together."""
         return self.traffic.both
 
     def forget_traffic(self) -> None:
-        """Count from here on: what went before was not training."""
+        """Restart the count of bytes, since earlier traffic was not training."""
         self._gone = Traffic()
         for worker in self._workers:
             worker.link.forget_traffic()
@@ -265,8 +273,8 @@ class Distributed:
         self.close("" if error is None else f"the coordinator ended: {describe(error)}")
 
     def close(self, why: str = "") -> None:
-        """End the run for the workers; `why`: the error, if there was one."""
-        self._take_in(self._admission.close())
+        """End the run for the workers; `why` is the error, if there was one."""
+        self._add_workers(self._admission.close())
         informed = []
         for worker in self._workers:
             with suppress(LinkLost):
@@ -275,6 +283,6 @@ class Distributed:
         until = time.monotonic() + END_SECONDS
         for worker in informed:
             with suppress(ShoalError):
-                worker.link.receive(until - time.monotonic())  # it closes the link: then it knows
+                worker.link.receive(until - time.monotonic())  # fails when the worker has closed the link
         for worker in list(self._workers):
             self._drop(worker)

@@ -1,4 +1,4 @@
-"""Whether two processes mean the same job: what is compared before a worker may join."""
+"""Check that two processes have the same job, before a worker may join."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from shoal.version import version
 
 Plan = dict[str, Any]
 PRIVATE = "its own"
-"""In place of a number of rows: they belong to the worker and stay with it."""
+"""Stands for the number of rows if these belong to the worker and stay with it."""
 
 
 NOT_COMPARED = ("name", "data", "val", "metrics", "stop")
-"""What only the coordinator needs; of the data, the rows are compared."""
+"""Entries that only the coordinator needs; of the data, the rows are compared."""
 
 
 def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
-    """What both sides must agree on, as plain data. `private`: the rows here are this worker's alone, so their number
-    may differ."""
+    """Return what both sides must agree on, as plain data.
+
+    Args:
+        private: The rows here are only this worker's, so their number may differ.
+    """
     plan = describe_training(job, method.member, method.model, private=private)
-    rounds = method.rounds  # which follow from all of the others
+    rounds = method.rounds  # they follow from all of the others
     return plan | _plain({"method": method.name, "settings": dict(method.settings), "rounds": rounds})
 
 
 def describe_training(job: Job, member: Member, model: nn.Module, *, private: bool = False) -> Plan:
-    """The same of a job alone."""
+    """Return the description of a job without a method."""
     settings = describe_settings(member)
     return _plain(
         {
@@ -57,13 +60,13 @@ def _plain(described: dict[str, Any]) -> Plan:
 
 
 def difference(ours: Plan, theirs: Plan) -> str | None:
-    """The first thing that differs, in words; None where nothing does."""
+    """Return the first difference in words, or None if there is none."""
     if isinstance(theirs.get("data"), dict) and theirs["data"].get("rows") == PRIVATE:
         ours = {**ours, "data": {**ours["data"], "rows": PRIVATE}}
-        theirs = {**theirs, "rounds": ours.get("rounds")}  # which follow from the number of rows
+        theirs = {**theirs, "rounds": ours.get("rounds")}  # they follow from the number of rows
     for name, here in ours.items():
         there = theirs.get(name)
-        if json.dumps(here) == json.dumps(there):  # as text: NaN is not itself otherwise
+        if json.dumps(here) == json.dumps(there):  # texts are compared, because NaN != NaN
             continue
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             key = next(k for k in [*here, *there] if json.dumps(here.get(k)) != json.dumps(there.get(k)))
@@ -82,7 +85,7 @@ def _digest(network: nn.Module) -> str:
 
 
 def _rows(data: Any, private: bool) -> dict[str, Any]:
-    """How many rows there are, and what one looks like."""
+    """Return the number of rows, and the shapes and types of one row."""
     row: list[Any]
     leaves = pytree.tree_leaves(data)
     if all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves) and leaves:

@@ -13,13 +13,13 @@ from shoal.split.net.messages import WireError
 
 Tell = Callable[[str], None]
 T = TypeVar("T")
-"""What a run keeps of a worker that has joined."""
+"""What a run stores for a worker that has joined."""
 
 
 class Admission(Generic[T]):
-    """Listens for workers, checks that they have the same job, and keeps them until the run takes them in.
+    """Listens for workers, checks that they have the same job, and holds them until the run takes them.
 
-    Workers are answered by threads of their own, while the run computes.
+    Each worker is answered in a separate thread, while the run computes.
     """
 
     def __init__(
@@ -36,10 +36,18 @@ class Admission(Generic[T]):
         patience: float = 60.0,
         tell: Tell | None = None,
     ) -> None:
-        """`leader`: what this side is called in messages. `differs`: how a worker's request differs from this run;
-        None: it may join, as what `make` gives. `expected`: how many the run waits for at first, `start_seconds` at
-        most. `patience`: how long a run without any worker waits for one. `advice`: what to do where no worker comes.
-        `offer`: what workers may read before they join."""
+        """Start listening.
+
+        Args:
+            leader: What this side is called in messages.
+            differs: Returns how a worker's request differs from this run, or None if the worker may join.
+            make: Returns what the run stores for a worker that has joined.
+            expected: How many workers the run waits for at first.
+            advice: Returns what to do if no worker comes.
+            offer: What workers may read before they join.
+            start_seconds: How long the run waits for the first workers.
+            patience: How long a run without any worker waits for one.
+        """
         self.tell: Tell = tell if tell is not None else lambda line: None
         self._leader, self._differs, self._make, self._advice = leader, differs, make, advice
         self._expected, self._start_seconds, self._patience = expected, start_seconds, patience
@@ -75,9 +83,10 @@ class Admission(Generic[T]):
         return True
 
     def arrivals(self, *, needed: bool) -> list[T]:
-        """Workers that have joined since the last call; the first call waits for those that are expected.
+        """Return workers that have joined since the last call; the first call waits for the expected ones.
 
-        `needed`: the run has no worker, so that it waits for one. The list is empty where none comes.
+        Args:
+            needed: The run has no worker, so it waits for one. The list is empty if none comes.
         """
         if not self._started:
             self._wait_for_first()
@@ -90,17 +99,17 @@ class Admission(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """Workers that have joined and were not taken in yet."""
+        """The number of workers that have joined and were not taken yet."""
         return len(self._waiting)
 
     def take(self) -> list[T]:
-        """Workers that have joined since the last call, without waiting."""
+        """Return workers that have joined since the last call, without waiting."""
         with self._changed:
             arrived, self._waiting = self._waiting, []
         return arrived
 
     def _wait_for_first(self) -> None:
-        """Until as many as expected have joined or been refused, and one of them has joined."""
+        """Wait until as many as expected have joined or been refused, and at least one has joined."""
         count, seconds = self._expected, self._start_seconds
         with self._changed:
             self._changed.wait_for(lambda: self._joined and self._joined + len(self._refused) >= count, timeout=seconds)
@@ -110,14 +119,14 @@ class Admission(Generic[T]):
                 )
 
     def nobody(self) -> str:
-        """Why there is no worker, and what to do."""
+        """Return why there is no worker, and what to do."""
         if self._refused and not self._joined:
             return f"no worker could join in {self._start_seconds:g} s: {self._refused[-1]}"
         seconds = self._patience if self._joined else self._start_seconds
         return f"no worker came to {self.address} in {seconds:g} s; {self._advice(self.address)}"
 
     def close(self) -> list[T]:
-        """Listen no more; those that have joined and were not taken in."""
+        """Stop listening, and return those workers that have joined and were not taken."""
         self._listener.close()
         return self.take()
 
@@ -132,9 +141,11 @@ def join_and_serve(
     error: type[ShoalError],
     tell: Tell | None = None,
 ) -> None:
-    """Join the run at `where` and serve it to its end; join again where the link is lost.
+    """Join the run at `where` and serve it to its end; join again if the link is lost.
 
-    `patience`: how long to look for a `leader` that is not there, at the beginning or after it was lost; then `error`.
+    Args:
+        patience: How long to look for a `leader` that cannot be reached, at the beginning or after it was lost.
+        error: The type of the error that is raised then.
     """
     joined = False
     while True:

@@ -1,4 +1,4 @@
-"""How the processes of a run are started: forked here, or by torchrun or by hand on other machines."""
+"""Start the processes of a run: forked here, or on other machines by torchrun or by hand."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shoal.split.net.links import Address
 from shoal.split.net.worker import CoordinatorEnded, serve_worker
 
 END_SECONDS = 5.0
-"""For local workers to end by themselves after the run."""
+"""How long local workers may take to end by themselves after the run."""
 
 
 class LocalWorker(Child):
-    """A forked worker of this machine."""
+    """A forked worker process on this machine."""
 
     def go(self, where: Address) -> None:
         """Send it the address of its coordinator."""
@@ -36,16 +36,16 @@ class LocalWorker(Child):
             self.pipe.send(where)
 
     def end(self, until: float = 0.0) -> str:
-        """Wait for its end until then, and end it."""
-        self.close()  # one that never got an address ends by this
+        """Wait until the given time for its end, then end it."""
+        self.close()  # ends a worker that never got an address
         return super().end(until)
 
 
 def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[LocalWorker]:
-    """Worker processes of this machine that wait for the address of their coordinator (`LocalWorker.go`).
+    """Fork worker processes on this machine that wait for the address of their coordinator (`LocalWorker.go`).
 
-    They are forked, so a job may hold lambdas and its data is not copied. Fork before the coordinator listens: threads
-    are not copied. `settings` are those of `serve_worker`.
+    Because they are forked, a job may contain lambdas and its data is not copied. Fork before the coordinator listens,
+    since threads are not copied. `settings` are those of `serve_worker`.
     """
     if not hasattr(os, "fork"):
         raise SplitError("workers cannot be forked on this system; start them with `shoal split FILE --join HOST:PORT`")
@@ -54,7 +54,7 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
         raise SplitError(
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
-    optimizer_state(method.member.job, method.model)  # loads here, once, what torch loads with its first step
+    optimizer_state(method.member.job, method.model)  # makes torch load before the fork what its first step needs
 
     def serve(where: Address) -> None:
         serve_worker(job, method, where, **{"tell": say, **settings})
@@ -68,13 +68,14 @@ def say(line: str) -> None:
 
 
 def work(serve: Callable[[Address], None], ended: type[Exception], pipe: Connection) -> None:
-    """A forked worker: waits for an address, serves there, and reports every error in one line, without a traceback.
+    """Run a forked worker: wait for an address, serve there, and report every error in one line, without a traceback.
 
-    `ended`: the error of the other side, which reports it in this same terminal.
+    Args:
+        ended: The type of the other side's errors, which that side reports in the same terminal.
     """
     try:
         where = pipe.recv()
-    except EOFError:  # there is nothing to do
+    except EOFError:  # the parent ended without an address
         return
     try:
         serve(where)
@@ -87,7 +88,7 @@ def work(serve: Callable[[Address], None], ended: type[Exception], pipe: Connect
 
 @contextmanager
 def ending(workers: Sequence[LocalWorker]) -> Iterator[None]:
-    """After the block: wait a little for these workers to end by themselves, and end them."""
+    """Wait a little on exit for these workers to end by themselves, then end them."""
     try:
         yield
     finally:
@@ -106,17 +107,17 @@ def local_workers(
     worker: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[Distributed, list[LocalWorker]]]:
-    """A coordinator with so many forked workers, that waits for so many others besides.
+    """Start a coordinator with `local` forked workers, which waits for `others` more.
 
     `settings` are those of `Distributed`, `worker` those of `serve_worker`.
 
     >>> with local_workers(job, method, 4) as (executor, _):
     ...     result = train_split(job, method, executor)
     """
-    given = {"codec": settings.get("codec", "exact"), "patience": 20.0, **(worker or {})}
+    worker_settings = {"codec": settings.get("codec", "exact"), "patience": 20.0, **(worker or {})}
     if settings.get("tell") is None:
-        given.setdefault("tell", lambda line: None)
-    forked = fork_workers(local, job, method, **given)
+        worker_settings.setdefault("tell", lambda line: None)
+    forked = fork_workers(local, job, method, **worker_settings)
     with ending(forked), Distributed(job, method, workers=local + others, **settings) as executor:
         for process in forked:
             process.go(executor.address)
@@ -125,7 +126,7 @@ def local_workers(
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """What torchrun says about this process."""
+    """The process information that torchrun provides."""
 
     rank: int
     world: int
@@ -133,7 +134,7 @@ class Torchrun:
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None where torchrun did not start this process.
+        """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or return None if torchrun did not start this process.
 
         torchrun's own store is at MASTER_PORT, so the coordinator listens at the next port.
         """

@@ -1,4 +1,4 @@
-"""One TCP connection between the coordinator and a worker: how it is made, what it carries, how fast it is.
+"""A TCP connection between the coordinator and a worker: how it is made, what it sends, how fast it is.
 
 Every worker has its own connection, so a worker that dies, stalls or is cut off does not affect the others. Every wait
 has a time limit, and `cut` ends the waits of other threads at once.
@@ -26,12 +26,12 @@ from shoal.split.core.report import Traffic
 from shoal.split.net.messages import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, probe_message, text_message
 
 ASK_SECONDS = 10.0
-"""For a worker that has connected to say what it wants."""
+"""How long a worker that has connected may take to send its request."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""When the kernel asks whether a silent machine is still there, in seconds, and how often."""
+"""When and how often the kernel checks whether a silent machine is still there, in seconds."""
 _LOST_SECONDS = 30
-"""For the other machine to confirm what it was sent: what `_KEEP_ALIVE` allows a silent one. Linux alone would try for
-about 15 minutes."""
+"""How long the other machine may take to confirm what it was sent, as `_KEEP_ALIVE` allows a silent one. The default
+of Linux is about 15 minutes."""
 SMALL_TRIES, LONG_ENOUGH, MOST_BYTES, PROBE_SECONDS = 5, 0.1, 1 << 25, 30.0
 _SPEED = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:bit|bps)(?:/s)?(?:[\s,/]+([0-9.]+)\s*(us|ms|s))?\s*", re.IGNORECASE)
 
@@ -41,12 +41,12 @@ class LinkLost(ShoalError):
 
 
 class Refused(SplitError):
-    """The coordinator does not accept this worker; the reason, in one line."""
+    """The coordinator does not accept this worker. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a coordinator is."""
+    """The address of a coordinator."""
 
     host: str
     port: int
@@ -56,7 +56,7 @@ class Address:
 
     @staticmethod
     def parse(text: str, *, any_port: bool = False) -> Address:
-        """From HOST:PORT."""
+        """Parse HOST:PORT."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdigit() or not (0 if any_port else 1) <= int(port) < 65536:
             raise SplitError(f"{text!r} is no address; give HOST:PORT, such as 10.0.0.1:29500")
@@ -67,9 +67,9 @@ class Link:
     """One side of a connection: it sends and receives messages, and counts their bytes in `traffic`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._sent = self._received = 0  # each counted by the thread that sends or receives
+        self._sent = self._received = 0  # each is counted by the thread that sends or receives
         self._socket = connection
-        connection.setblocking(False)  # each direction waits with its own limit
+        connection.setblocking(False)  # each direction waits with its own time limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -81,38 +81,38 @@ class Link:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes so far, those of messages on their way too."""
+        """The bytes so far, including those of incomplete messages."""
         return Traffic(self._sent, self._received)
 
     def forget_traffic(self) -> None:
-        """Count from here on."""
+        """Restart the count of bytes."""
         self._sent = self._received = 0
 
     def send(self, message: Message, seconds: float) -> None:
-        """Send a message; LinkLost where it has not gone out in so many seconds."""
+        """Send a message, or raise a LinkLost if it is not sent within `seconds`."""
         until = time.monotonic() + seconds
         with self._errors(), self._sending:
             for data in (message.header.to_bytes(), message.payload.numpy().data):
                 self._write(memoryview(data), until)
 
-    def _write(self, rest: memoryview, until: float) -> None:
-        while rest:
+    def _write(self, remaining: memoryview, until: float) -> None:
+        while remaining:
             try:
-                count = self._socket.send(rest)
-                rest = rest[count:]
+                count = self._socket.send(remaining)
+                remaining = remaining[count:]
                 self._sent += count
             except BlockingIOError:
                 self._wait(selectors.EVENT_WRITE, until)
 
     def _wait(self, event: int, until: float) -> None:
-        """Until the socket can be read or written; TimeoutError where that is too late."""
+        """Wait until the socket can be read or written, or raise a TimeoutError."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, event)
             if not selector.select(max(until - time.monotonic(), 0.001)):
                 raise TimeoutError
 
     def receive(self, seconds: float) -> Message:
-        """The next message, checked; LinkLost where none has come in so many seconds."""
+        """Return the next message, checked, or raise a LinkLost if none comes within `seconds`."""
         until = time.monotonic() + seconds
         with self._errors(), self._receiving:
             header = Header.from_bytes(bytes(self._read(HEADER_BYTES, until).numpy()))
@@ -122,16 +122,16 @@ class Link:
 
     def _read(self, num_bytes: int, until: float) -> Tensor:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        rest = memoryview(buffer.numpy().data)
-        while rest:
+        remaining = memoryview(buffer.numpy().data)
+        while remaining:
             try:
-                count = self._socket.recv_into(rest)
+                count = self._socket.recv_into(remaining)
             except BlockingIOError:
                 self._wait(selectors.EVENT_READ, until)
                 continue
             if not count:
                 raise ConnectionError
-            rest = rest[count:]
+            remaining = remaining[count:]
             self._received += count
         return buffer
 
@@ -151,24 +151,26 @@ class Link:
             yield
         except TimeoutError as error:
             raise LinkLost("it did not answer in time") from error
-        except (OSError, ValueError) as error:  # a socket that was closed cannot be waited for
+        except (OSError, ValueError) as error:  # waiting for a closed socket raises a ValueError
             raise LinkLost("the connection was closed") from error
 
     def cut(self) -> None:
-        """End the connection; waits on both sides raise at once."""
-        with suppress(OSError):  # it has ended already
+        """End the connection, so that waits on both sides raise at once."""
+        with suppress(OSError):  # the connection has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection, and free it once no thread waits for it any more."""
+        """End the connection, and free it once no thread waits for it."""
         self.cut()
         with self._sending, self._receiving:
             self._socket.close()
 
 
 class Listener:
-    """Accepts connections. `answer(link, request)` is called for each, in a thread of its own, with what the worker
-    asked for; it sends the answer, and says whether the link stays open."""
+    """Accepts connections, and calls `answer(link, request)` for each in a separate thread.
+
+    `answer` sends the answer and returns whether the link stays open.
+    """
 
     def __init__(self, address: Address, answer: Callable[[Link, dict[str, Any]], bool]) -> None:
         try:
@@ -193,7 +195,7 @@ class Listener:
 
     def _receive_request(self, link: Link) -> None:
         stays = False
-        with suppress(ShoalError, ValueError, TypeError):  # it is no worker, or gone again
+        with suppress(ShoalError, ValueError, TypeError):  # not a worker, or it has left
             stays = self._answer(link, dict(json.loads(link.receive(ASK_SECONDS).text)))
         if not stays:
             link.close()
@@ -201,7 +203,7 @@ class Listener:
     def close(self) -> None:
         """Stop listening."""
         with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # also where forked processes have the socket too
+            self._server.shutdown(socket.SHUT_RDWR)  # works even if forked processes share the socket
         self._accept_thread.join()
         self._server.close()
         for thread in self._threads:
@@ -214,16 +216,16 @@ def send_answer(link: Link, **answer: Any) -> None:
 
 
 def read_offer(where: Address, seconds: float) -> dict[str, Any]:
-    """The settings of a coordinator's run. LinkLost where there is no coordinator."""
+    """Return the settings of a coordinator's run, or raise a LinkLost if there is no coordinator."""
     link, answer = _request(where, {"want": "offer"}, seconds)
     link.close()
     return dict(answer.get("offer") or {})
 
 
 def connect(where: Address, ask: dict[str, Any], seconds: float) -> Link:
-    """Ask to join, and join.
+    """Ask to join a run, and return the link.
 
-    LinkLost where no coordinator answers within `seconds`, Refused where it does not accept.
+    Raises a LinkLost if no coordinator answers within `seconds`, and a Refused if it does not accept.
     """
     link, answer = _request(where, ask, seconds)
     if "no" in answer:
@@ -247,7 +249,7 @@ def _request(where: Address, ask: dict[str, Any], seconds: float) -> tuple[Link,
 
 
 def _reach(where: Address, seconds: float) -> socket.socket:
-    """Connect, as soon as a coordinator listens there."""
+    """Connect as soon as a coordinator listens at the address."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -264,7 +266,7 @@ def _reach(where: Address, seconds: float) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """How fast a worker's link is, each way.
+    """The speed of a worker's link, each way.
 
     >>> LinkSpeed.parse("100Mbit, 5ms")
     LinkSpeed(bits=100000000.0, latency=0.005)
@@ -273,9 +275,9 @@ class LinkSpeed:
     """
 
     bits: float
-    """In a second."""
+    """Bits per second."""
     latency: float = 0.0
-    """Seconds there and back of a message without content."""
+    """Seconds that an empty message takes there and back."""
 
     @staticmethod
     def parse(text: str) -> LinkSpeed:
@@ -290,7 +292,7 @@ class LinkSpeed:
         return LinkSpeed(bits, latency)
 
     def seconds(self, num_bytes: float) -> float:
-        """For so many bytes one way."""
+        """Return the seconds for `num_bytes` one way."""
         return 8 * num_bytes / self.bits
 
     def __str__(self) -> str:
@@ -301,7 +303,7 @@ class LinkSpeed:
 
 
 def probe_link(link: Link) -> LinkSpeed:
-    """Measure a link whose worker waits for a task: it sends back what it gets."""
+    """Measure a link whose worker is waiting for a task; the worker sends back what it gets."""
 
     def send(size: int) -> None:
         link.send(probe_message(size), PROBE_SECONDS)
@@ -311,7 +313,7 @@ def probe_link(link: Link) -> LinkSpeed:
 
 
 def measure_speed(send: Callable[[int], None]) -> LinkSpeed:
-    """Time `send`, which sends so many bytes and waits until they have come back.
+    """Time `send`, which sends a number of bytes and waits until they have come back.
 
     Messages grow until one takes long enough to be timed.
     """

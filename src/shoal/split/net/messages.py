@@ -4,7 +4,7 @@
     description   JSON: numbers, and each tensor's name, type and shape
     body          the tensors' bytes, one after another
 
-There is no pickle in it: a message can be wrong, but it cannot run anything.
+It contains no pickle, so that a wrong message cannot run code.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from shoal.errors import ShoalError
 
 MAGIC = b"SHOL"
 VERSION = 2
-"""Of this format. Processes with different ones do not work together."""
+"""The version of this format. Processes with different versions do not work together."""
 _HEADER = struct.Struct("<4sHBBIIIQI")
 HEADER_BYTES = _HEADER.size
 MOST_DESCRIPTION, MOST_BODY = 1 << 28, 1 << 40
 """A header that asks for more than this is not one."""
 
 TASK, OUTCOME, RAISED, END, PROBE, ASK, ANSWER, TENSORS = 1, 2, 3, 4, 5, 6, 7, 8
-"""Kinds of messages. Those from RAISED to ANSWER hold text, a probe bytes of no meaning."""
+"""Kinds of messages. Those from RAISED to ANSWER contain text, a probe arbitrary bytes."""
 NUM_CODECS = 4
-"""That a header may name, see `_codec.py`."""
+"""The number of codecs that a header may name, see `_codec.py`."""
 
 
 class WireError(ShoalError):
-    """Bytes that are no message of ours, or not whole."""
+    """Bytes that are not a complete message of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,21 @@ class Header:
 
 @dataclass(slots=True)
 class Message:
-    """What travels: a header, and description and body in one piece."""
+    """A message: a header, and description and body in one tensor."""
 
     header: Header
     payload: Tensor
-    """uint8, one dimension."""
+    """A uint8 tensor of one dimension."""
 
     @property
     def num_bytes(self) -> int:
         return HEADER_BYTES + self.payload.numel()
 
     def check(self) -> None:
-        """WireError where the payload is not what was sent."""
-        wanted = self.header.description_bytes + self.header.body_bytes
-        if self.payload.numel() != wanted:
-            raise WireError(f"a message has {self.payload.numel():,} of {wanted:,} bytes; the rest was lost")
+        """Raise a WireError if the payload is not what was sent."""
+        expected = self.header.description_bytes + self.header.body_bytes
+        if self.payload.numel() != expected:
+            raise WireError(f"a message has {self.payload.numel():,} of {expected:,} bytes; the rest was lost")
         if _checksum(self.payload) != self.header.checksum:
             raise WireError(f"a message of round {self.header.round} was changed on its way (its checksum is wrong)")
 
@@ -99,12 +99,12 @@ class Message:
 
 
 def text_message(kind: int, text: str) -> Message:
-    """A message of words alone."""
+    """Return a message that contains only text."""
     return make_message(Header(kind), text.encode(), [])
 
 
 def probe_message(num_bytes: int) -> Message:
-    """A message to measure a link with."""
+    """Return a message for measuring a link."""
     return make_message(Header(PROBE), b"", [torch.zeros(num_bytes, dtype=torch.uint8)])
 
 
@@ -113,29 +113,29 @@ def _checksum(payload: Tensor) -> int:
 
 
 def make_message(header: Header, description: bytes, body: Sequence[Tensor]) -> Message:
-    """A message of these bytes; the header gets their sizes and their checksum."""
+    """Return a message of these bytes; the header gets their sizes and their checksum."""
     payload = torch.cat([torch.from_numpy(np.frombuffer(bytearray(description), np.uint8)), *body])
     sizes = (len(description), payload.numel() - len(description))
     return Message(Header(header.kind, header.round, header.number, *sizes, _checksum(payload), header.codec), payload)
 
 
 def tensor_message(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], *, round: int = 0) -> Message:
-    """Named tensors with some numbers, as they are."""
+    """Return a message of named tensors with some numbers, encoded exactly."""
     entries = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     description = json.dumps([dict(numbers), entries], separators=(",", ":")).encode()
     return make_message(Header(TENSORS, round), description, [tensor_bytes(t) for t in tensors.values()])
 
 
 def read_tensors(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The numbers and the tensors of such a message, which share its memory; WireError where it is none."""
+    """Return the numbers and the tensors of such a message, which share its memory, or raise a WireError."""
     if message.header.kind != TENSORS:
         raise WireError(f"a message has kind {message.header.kind} where tensors were expected")
     split, tensors = message.header.description_bytes, dict[str, Tensor]()
     with reading():
         numbers, entries = json.loads(bytes(message.payload[:split].numpy()))
         at = split
-        for name, kind, shape in entries:
-            dtype = getattr(torch, kind)
+        for name, dtype_name, shape in entries:
+            dtype = getattr(torch, dtype_name)
             size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             if at + size > message.payload.numel():
                 raise WireError(f"a message ends inside {name!r}; the rest was lost")
@@ -148,13 +148,13 @@ def read_tensors(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def tensor_bytes(value: Tensor) -> Tensor:
-    """A tensor's bytes, on the CPU."""
+    """Return a tensor's bytes, on the CPU."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Inside: whatever a changed message breaks is a WireError."""
+    """Raise a WireError for any error that a changed message causes inside this context."""
     try:
         yield
     except (ValueError, LookupError, TypeError, RuntimeError, AttributeError) as error:

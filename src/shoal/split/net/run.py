@@ -1,4 +1,4 @@
-"""One process of a distributed run: coordinator or worker, by its command line or by torchrun."""
+"""One process of a distributed run, coordinator or worker, as the command line or torchrun says."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ Tell = Callable[[str], None]
 
 @dataclass(kw_only=True, slots=True)
 class Place:
-    """Which process of a run this one is."""
+    """The role of this process in a run."""
 
     coordinator: str | None = None
-    """Be the coordinator at HOST:PORT."""
+    """HOST:PORT at which this process is the coordinator."""
     join: str | None = None
-    """Be a worker of the coordinator at HOST:PORT."""
+    """HOST:PORT of the coordinator whose worker this process is."""
     local: int | None = None
-    """Of the workers, how many are started here."""
+    """How many of the workers are started here."""
     shard: int | None = None
-    """The data of this worker is this shard alone."""
+    """The data of this worker is only this shard."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def __post_init__(self) -> None:
@@ -55,12 +55,12 @@ class Place:
 
     @property
     def torchrun(self) -> Torchrun | None:
-        """What torchrun says, where it started this process and nothing else was asked for."""
+        """The information of torchrun, if it started this process and no role was given."""
         return None if self.coordinator or self.join else Torchrun.read(self.environment)
 
     @property
     def worker_of(self) -> Address | None:
-        """Whose worker this process is; None: it is the coordinator."""
+        """The address of the coordinator whose worker this process is, or None if it is the coordinator."""
         if self.join is not None:
             return Address.parse(self.join)
         started = self.torchrun
@@ -68,14 +68,14 @@ class Place:
 
     @property
     def address(self) -> Address:
-        """Where the coordinator listens."""
+        """The address at which the coordinator listens."""
         if self.coordinator is not None:
             return Address.parse(self.coordinator, any_port=True)
         started = self.torchrun
         return started.where if started is not None else Address("127.0.0.1", 0)
 
     def local_of(self, workers: int) -> int:
-        """How many of so many workers are started here."""
+        """Return how many of `workers` workers are started here."""
         if self.local is not None:
             if self.local > workers:
                 raise SplitError(f"--local is {self.local} and there are {workers} workers; use at most {workers}")
@@ -85,11 +85,11 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """A job, how to split it, and this process's place in it."""
+    """A job, how to split it, and the role of this process."""
 
     job: Job
     given: Mapping[str, Any]
-    """Settings given to this process."""
+    """The settings given to this process."""
     place: Place
     device: str = "cpu"
     out: str | None = None
@@ -100,7 +100,7 @@ class Run:
     tell: Tell | None = None
 
     def go(self) -> Result | None:
-        """Train; the result, at the coordinator."""
+        """Train, and return the result at the coordinator."""
         self._check()
         where = self.place.worker_of
         if where is not None:
@@ -112,7 +112,7 @@ class Run:
             return self._train(settings, job, method, executor)
 
     def _check(self) -> None:
-        """What can be seen to be wrong before any process is started."""
+        """Raise errors that show before any process is started."""
         if self.link is not None:
             LinkSpeed.parse(self.link)
         if not self.patience > 0:
@@ -120,7 +120,8 @@ class Run:
         parse_seconds(self.checkpoint_every)
 
     def _prepare(self) -> tuple[Settings, Job, Method]:
-        """At the coordinator: what is trained, and how. Mistakes raise here, before any worker is waited for."""
+        """Return the settings, the job and the method at the coordinator. Mistakes raise here, before waiting for
+        workers."""
         started = self.place.torchrun
         settings = Settings.read({"workers": started.world} if started is not None else {}, self.given)
         job = settings.job(self.job)
@@ -152,13 +153,13 @@ class Run:
             self.tell(line)
 
     def _train(self, settings: Settings, job: Job, method: Method, executor: Distributed) -> Result:
-        there = executor.roll(0)
+        workers = executor.roll(0)
         speed = LinkSpeed.parse(self.link) if self.link is not None else executor.probe()
         try:
-            self._say(advise(job, method, len(there), speed, codec=settings.codec, device=self._device()).sentence)
+            self._say(advise(job, method, len(workers), speed, codec=settings.codec, device=self._device()).sentence)
         except SplitError as error:
             self._say(f"whether it pays is not known: {error}")
-        predicted = Forecast(method, partial(message_bytes, codec=executor.codec)).all_rounds(there)
+        predicted = Forecast(method, partial(message_bytes, codec=executor.codec)).all_rounds(workers)
         executor.forget_traffic()
         result = train_split(
             job, method, executor, device=self._device(), out=self.out, tell=self.tell,
@@ -178,7 +179,7 @@ class Run:
         return result
 
     def _serve(self, where: Address) -> None:
-        """As a worker, with the coordinator's settings."""
+        """Run as a worker, with the coordinator's settings."""
         started = self.place.torchrun
         if started is not None:
             settings = Settings.read({"workers": started.world}, self.given)
@@ -196,7 +197,7 @@ class Run:
         self._say(f"the coordinator at {where} is done; {done} tasks were trained here")
 
     def advice(self) -> Advice:
-        """What it would cost and whether it would pay, without training."""
+        """Return what the split would cost and whether it would save time, without training."""
         self._check()
         settings, job, method = self._prepare()
         if self.link is not None:

@@ -1,4 +1,4 @@
-"""A worker's side: join, train tasks, send the outcomes back; and join again after the link was lost."""
+"""The worker's side: join, train tasks, send the outcomes back, and join again after the link was lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.split.net.links import Address, Link
 from shoal.split.net.messages import END, PROBE, RAISED, TASK, Message, WireError, text_message
 
 SEND_SECONDS = 3600.0
-"""For an outcome to go out: the coordinator cuts the link when it has waited long enough."""
+"""How long sending an outcome may take; the coordinator cuts the link when it has waited long enough."""
 DAY = 86400.0
 
 
@@ -40,11 +40,15 @@ def serve_worker(
     patience: float = 60.0,
     tell: Callable[[str], None] | None = None,
 ) -> int:
-    """Train tasks for the coordinator at `where` until it ends the run; how many tasks were trained.
+    """Train tasks for the coordinator at `where` until it ends the run, and return how many tasks were trained.
 
-    `shard`: the job's data is this worker's shard alone, and no row of it leaves. `patience`: how long to look for a
-    coordinator that is not there, at the beginning or after it was lost. Refused (a SplitError) where the coordinator
-    has another job, SplitError where it ended with an error or stays away.
+    Args:
+        shard: The job's data is only this worker's shard, and none of its rows is sent.
+        patience: How long to look for a coordinator that cannot be reached, at the beginning or after it was lost.
+
+    Raises:
+        Refused: If the coordinator has another job (a SplitError).
+        SplitError: If the coordinator ended with an error or cannot be reached.
     """
     worker = _Worker(job, method, torch.device(device), codec, shard)
     join_and_serve(
@@ -54,7 +58,7 @@ def serve_worker(
 
 
 class _Worker:
-    """What a worker has while links come and go."""
+    """The state of a worker, which outlives its links."""
 
     def __init__(self, job: Job, method: Method, device: torch.device, codec: str, shard: int | None) -> None:
         self.job, self.method, self.device, self.shard = job, method, device, shard
@@ -69,7 +73,7 @@ class _Worker:
         }
 
     def serve(self, link: Link) -> None:
-        """Train what comes through a link, until the end."""
+        """Train the tasks that come through a link, until the end."""
         outcomes = OutcomeCodec(self.method, self.codec)
         while True:
             message = link.receive(DAY)

@@ -1,1 +1,1 @@
-"""Steps compiled whole and captured: the fast form of the stacked and streams tiers."""
+"""The fast form of the stacked and streams tiers: whole steps that are compiled and captured as CUDA graphs."""

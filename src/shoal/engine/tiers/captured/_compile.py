@@ -1,4 +1,5 @@
-"""A step as one compiled function: traced with its backward pass and its update, then compiled whole by Inductor."""
+"""Compile a step as one function: trace it with its backward pass and its update, then compile all of it with
+Inductor."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from shoal.engine.tiers.captured._step import Inputs, Step, bind_stack, inputs_l
 Compiled = Callable[[list[Tensor]], None]
 _LOCK = threading.Lock()
 FEW_NODES = 600
-"""A graph below this is many kernels of a few microseconds: those that do not wait for each other become one."""
+"""A graph with fewer nodes has many kernels of a few microseconds; independent ones are combined into one."""
 LARGE = 500_000
-"""Elements from which a kernel stays by itself: with others it would be slower than both."""
+"""The number of elements from which a kernel is not combined with others, which would make both slower."""
 
 
 @dataclass(slots=True)
@@ -33,17 +34,17 @@ class Executable:
     run: Compiled
     compiled: bool
     seconds: float
-    """What compiling took."""
+    """The seconds that compiling took."""
 
 
 def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
-    """The step as a function of its tensors; with `compiled=False` it is run operator by operator."""
+    """Return the step as a function of its tensors; with `compiled=False` it is run operator by operator."""
     if not compiled:
         return Executable(lambda tensors: step(tensors, inputs), False, 0.0)
     start = time.perf_counter()
     with warnings.catch_warnings():  # of torch, about torch
         warnings.simplefilter("ignore")
-        importlib.import_module("torch._inductor.lowering")  # a decomposition looks there without asking for it
+        importlib.import_module("torch._inductor.lowering")  # a decomposition uses it without importing it
         from torch._inductor.decomposition import select_decomp_table
     tensors = [*stack_tensors(step.stack), *inputs.tensors()]
     fakes = [t.detach() for t in tensors]
@@ -63,9 +64,9 @@ def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
 
 
 def _inductor(graph: GraphModule) -> Compiled:
-    """Lower a graph without mutations but for the copies into its inputs at its end.
+    """Compile a graph whose only mutations are the copies into its inputs at its end.
 
-    AOTAutograd is left out on purpose: the backward pass is in the graph already, and no two inputs overlap.
+    AOTAutograd is not used, because the backward pass is already in the graph, and no two inputs overlap.
     """
     with warnings.catch_warnings():  # of torch, about torch
         warnings.simplefilter("ignore")
@@ -87,17 +88,17 @@ def _inductor(graph: GraphModule) -> Compiled:
 
     def run(tensors: list[Tensor]) -> None:
         with torch.no_grad():
-            compiled(list(tensors))  # emptied by the call
+            compiled(list(tensors))  # the call empties its list
 
     return run
 
 
 @contextmanager
 def _large_apart() -> Iterator[None]:
-    """Inside: only small kernels become one. Inductor's own limit is a hundred times ours."""
+    """Combine only small kernels inside this context; Inductor's own limit is a hundred times ours."""
     from torch._inductor.codegen import triton_combo_kernel as combos
 
-    before = getattr(combos, "LARGE_NUMELS", LARGE)  # a version without it combines as it likes
+    before = getattr(combos, "LARGE_NUMELS", LARGE)  # versions without it have no limit
     combos.LARGE_NUMELS = min(before, LARGE)
     try:
         yield
@@ -106,9 +107,9 @@ def _large_apart() -> Iterator[None]:
 
 
 def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:
-    """Run once on copies, so that nothing is built, loaded or tuned during capture."""
+    """Run the step once on copies, so that nothing is built, loaded or tuned during capture."""
     copies = [
-        tensor.detach() if place in step.stack.shared else tensor.detach().clone()  # no step writes what is shared
+        tensor.detach() if place in step.stack.shared else tensor.detach().clone()  # no step writes to shared tensors
         for place, tensor in enumerate(stack_tensors(step.stack))
     ]
     if not ready.compiled:

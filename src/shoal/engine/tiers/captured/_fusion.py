@@ -1,4 +1,5 @@
-"""A recording with its elementwise operators joined into a few kernels, each of which reads and writes memory once."""
+"""Run a recording with its elementwise operators fused into a few kernels, each of which reads and writes memory
+once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from shoal.utils.cuda_kernels import Kernel, aligned, current_device
 THREADS, MOST_BLOCKS = 256, 4096
 
 Load = Callable[[str, Sequence[str]], Sequence[Kernel]]
-"""Compiles a source and gives the kernels of these names."""
+"""A function that compiles a source and returns the kernels of these names."""
 
 
 @dataclass(slots=True)
@@ -26,13 +27,13 @@ class _Kernel:
     name: str
     loads: list[int]
     in_order: set[int]
-    """Those of them that are read several elements at a time, which have to lie at a multiple of 16 bytes."""
+    """Those that are read several elements at a time, whose addresses must be multiples of 16 bytes."""
     stores: list[int]
     numel: int
 
 
 class Fused:
-    """Does what was recorded, from inputs of the same shapes to the same outputs."""
+    """Repeats what was recorded, from inputs of the same shapes to the same outputs."""
 
     def __init__(self, recording: Recording, outputs: Sequence[int | None], device: torch.device, load: Load) -> None:
         self.values, self.calls = recording.values, recording.calls
@@ -82,7 +83,7 @@ class Fused:
         for number, tensor in zip(kernel.loads, loaded, strict=True):
             value = self.values[number]
             if (tuple(tensor.shape), tensor.stride(), tensor.dtype) != (value.shape, value.stride, value.dtype):
-                raise NotRecordable(  # a kernel would read elsewhere
+                raise NotRecordable(  # the kernel would read other elements
                     f"a tensor lies otherwise than when it was recorded: {tensor.stride()}, {tensor.dtype}"
                 )
         tensors = [*loaded, *(held[number] for number in kernel.stores)]
@@ -92,7 +93,7 @@ class Fused:
     # --- in which order ---------------------------------------------------------------------------------------------
 
     def _needed(self) -> set[int]:
-        """The calls outside groups that are needed; marks what the groups store."""
+        """Return the calls outside of groups that are needed, and mark what the groups store."""
         needed: set[int] = set()
         seen: set[int] = set()
         waiting = [number for number in self.outputs if number is not None]
@@ -116,7 +117,7 @@ class Fused:
         return needed
 
     def _order(self, needed: set[int]) -> Iterator[Call | Group]:
-        """The calls in their own order, each group as late as it can be."""
+        """Yield the calls in their own order, and each group as late as possible."""
         done: set[int] = set()
 
         def before(step: int | Group) -> Iterator[int | Group]:
@@ -170,7 +171,7 @@ class Fused:
     # --- source -----------------------------------------------------------------------------------------------------
 
     def _kernel(self, group: Group, bodies: dict[str, str]) -> _Kernel:
-        """A group's kernel; groups that do the same share one."""
+        """Return a group's kernel; groups with the same code share one."""
         calls, loads = self._grouping.inside(group, group.stored)
         wide = 4 if group.numel % 4 == 0 else 1
         pointers = {number: f"a{i}" for i, number in enumerate(dict.fromkeys(number for number, _ in loads))}
@@ -247,13 +248,13 @@ class Fused:
 
 
 def _offset(value: Value, out: Value) -> str:
-    """Where an operand's element lies, from the place `i` of the result's element in memory."""
+    """Return the C expression of an operand's offset, from the index `i` of the result's element in memory."""
     missing = len(out.shape) - len(value.shape)
     strides = [0] * missing + [0 if n == 1 else s for n, s in zip(value.shape, value.stride, strict=True)]
     dims = sorted(
         ((s, n, mine) for n, s, mine in zip(out.shape, out.stride, strides, strict=True) if n > 1), reverse=True
     )
-    merged: list[list[int]] = []  # from the outermost: [place's stride, size, operand's stride]
+    merged: list[list[int]] = []  # outermost first: [stride of the index, size, operand's stride]
     for stride, size, mine in dims:
         if merged and merged[-1][2] == mine * size:
             merged[-1] = [stride, merged[-1][1] * size, mine]

@@ -1,9 +1,9 @@
-"""Which elementwise operators of a recording are done together.
+"""Choose which elementwise operators of a recording are fused.
 
-Every call has a level. An elementwise call has the level of the elementwise calls it reads from, anything else lies one
-above what it reads; so elementwise calls of one level can be done together, whatever else is done before and after.
-What a later group reads of an earlier one is computed again there, where that takes no more memory traffic than reading
-it: of the many values that a backward pass wants back, few are then stored at all.
+Every call has a level. An elementwise call has the level of the elementwise calls it reads from, and any other call is
+one level above what it reads; so elementwise calls of one level can be fused, whatever else runs before and after. What
+a later group reads of an earlier one is computed again there if that takes no more memory traffic than reading it; so
+few of the many values that a backward pass needs are stored at all.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shoal.engine.tiers.captured import _kernel_source as source
 from shoal.engine.tiers.captured._recording import Call, Recording, Value
 
 MOST_CALLS = 80
-"""Calls in one group, with those that it computes again for itself, at the most."""
+"""The largest number of calls in one group, including those that it computes again."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Elementwise calls that are one kernel."""
+    """Elementwise calls that form one kernel."""
 
     numel: int
     calls: set[int]
     again: set[int] = field(default_factory=set)
     """Calls of other groups that it computes as well."""
     stored: set[int] = field(default_factory=set)
-    """Values that somebody else reads."""
+    """Values that are read outside of the group."""
 
     @property
     def all_calls(self) -> set[int]:
@@ -46,14 +46,14 @@ class Grouping:
         self.values, self.calls = recording.values, recording.calls
         self._written, self._device = recording.written, device
         self.arguments = {i: arguments for i, call in enumerate(self.calls) if (arguments := self._elementwise(call))}
-        """Of the elementwise calls, in the schema's order."""
+        """The arguments of the elementwise calls, in the schema's order."""
         groups = self._group()
         self.group_of = {index: group for group in groups for index in group.calls}
         for group in groups:
             self._compute_again(group)
 
     def _elementwise(self, call: Call) -> list[Any] | None:
-        """All arguments of a call that can be part of a kernel, in the schema's order; else None."""
+        """Return all arguments of a call in the schema's order if it can be part of a kernel, else None."""
         if len(call.gives) != 1 or call.gives[0] is None or call.written:
             return None
         out = self.values[call.gives[0]]
@@ -73,7 +73,7 @@ class Grouping:
         return arguments if fits else None
 
     def source(self, number: int, out: Value) -> int | None:
-        """The elementwise call whose result this operand is, element by element in the order of `out`; else None."""
+        """Return the elementwise call whose result this operand is, in the element order of `out`, else None."""
         value = self.values[number]
         call = self.values[value.root].call
         return call if call in self.arguments and same_order(value, out) else None
@@ -128,7 +128,7 @@ class Grouping:
         return list(groups.values())
 
     def _compute_again(self, group: Group) -> None:
-        """Decide what a group computes itself instead of reading it, from those groups nearest to it on."""
+        """Decide what a group computes itself instead of reading it, beginning with the groups nearest to it."""
         refused: set[int] = set()
         while True:
             wanted: dict[int, set[int]] = {}
@@ -153,7 +153,8 @@ class Grouping:
                 refused.add(key)
 
     def inside(self, group: Group, numbers: set[int]) -> tuple[set[int], list[tuple[int, Value]]]:
-        """The calls of a group that these values take, and what they load, each with the result it is read for."""
+        """Return the calls of a group that these values need, and what they load, each with the result that reads
+        it."""
         calls: set[int] = set()
         loads: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, Value]] = {}
         waiting = [self.values[number].call for number in numbers]
@@ -179,7 +180,7 @@ class Grouping:
 
 
 def _dense(value: Value) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
+    """Return whether the elements are adjacent in memory, in any order."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(value.shape, value.stride, strict=True) if n > 1):
         if stride != expected:
@@ -189,7 +190,7 @@ def _dense(value: Value) -> bool:
 
 
 def _extent(value: Value) -> int:
-    """The place of its last element, from the first one on: kernels count in 32 bits."""
+    """Return the offset of the last element from the first, since kernels count in 32 bits."""
     return sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
 
 
@@ -200,7 +201,7 @@ def _broadcasts(shape: tuple[int, ...], wide: tuple[int, ...]) -> bool:
 
 
 def same_order(value: Value, out: Value) -> bool:
-    """Whether the n-th element in memory of one belongs to the n-th of the other."""
+    """Return whether the n-th elements in memory of both correspond."""
     if value.shape != out.shape:
         return False
     return value.stride == out.stride or (value.contiguous and out.contiguous)

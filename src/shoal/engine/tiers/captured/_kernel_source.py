@@ -1,7 +1,7 @@
-"""C source of elementwise operators: each one an expression, a group of them a kernel.
+"""C source of elementwise operators: each operator is an expression, and a group of them is a kernel.
 
-A value in half precision is rounded wherever the operator itself would have rounded it, so that a group gives what its
-operators give one by one, up to the last digit of float32.
+A value in half precision is rounded wherever the operator itself would round it, so that a group gives the results of
+its operators one by one, up to the last digit of float32.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ STORED = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "half_bits", torch.float16: "half_bits",
     torch.bool: "bool", torch.int64: "llong", torch.int32: "int",
 }  # fmt: skip
-"""How an element lies in memory."""
+"""The C type of an element in memory."""
 COMPUTED = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "float", torch.float16: "float",
     torch.bool: "bool", torch.int64: "llong", torch.int32: "llong",
 }  # fmt: skip
-"""How it is computed with."""
+"""The C type in which an element is computed."""
 _HALF = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -74,14 +74,14 @@ def store(dtype: torch.dtype, value: str) -> str:
 
 
 def rounded(dtype: torch.dtype, value: str) -> str:
-    """What an operator that returns this dtype makes of a value."""
+    """Return the expression of a value rounded as by an operator that returns this dtype."""
     if dtype == torch.int32:
         return f"(llong)(int)({value})"
     return f"round_{_HALF[dtype]}({value})" if dtype in _HALF else f"({COMPUTED[dtype]})({value})"
 
 
 def literal(value: Any, kind: str) -> str:
-    """A number of Python's."""
+    """Return a Python number as a C literal."""
     if isinstance(value, bool):
         if kind == "bool":
             return "true" if value else "false"
@@ -128,15 +128,15 @@ _EXPRESSIONS: dict[Any, str] = {
 _COMPARED = (aten.eq, aten.ne, aten.gt, aten.ge, aten.lt, aten.le, aten.logical_not, aten.logical_and, aten.logical_or)
 _ORDERED = _COMPARED[:6]
 ROUNDED_FIRST = (*_ORDERED, aten.threshold_backward)
-"""Operators that round a plain number to their tensors' dtype before they look at it."""
+"""Operators that round a plain number to their tensors' dtype before they use it."""
 _BOOLEAN = (aten.bitwise_not, aten.bitwise_and, aten.bitwise_or)
 _CONDITIONS = {aten.where: 0, aten.masked_fill: 1}
-"""Where operators have a condition, which is no number."""
+"""The index of an operator's condition, which is not a number."""
 _PACKETS = {*_EXPRESSIONS, aten.pow, aten.gelu, aten.gelu_backward}
 
 
 def has_expression(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype, arguments: Sequence[Any]) -> bool:
-    """Whether an operator on tensors of these dtypes can be written in C."""
+    """Return whether an operator on tensors of these dtypes can be written in C."""
     packet = func.overloadpacket
     if packet not in _PACKETS or func._schema.is_mutable or not {*dtypes, out} <= {*STORED}:
         return False
@@ -156,15 +156,15 @@ def has_expression(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype, a
 
 
 def _compared_as_they_are(dtypes: Sequence[torch.dtype], arguments: Sequence[Any]) -> bool:
-    """Whether tensors and numbers are compared in the tensors' own dtype."""
-    if len(set(dtypes)) > 1:  # which of them is rounded to the other's depends on their dimensions
+    """Return whether tensors and numbers are compared in the tensors' own dtype."""
+    if len(set(dtypes)) > 1:  # the common dtype depends on the tensors' dimensions
         return False
     whole = not dtypes[0].is_floating_point and dtypes[0] != torch.bool
     return not (whole and any(type(argument) is float for argument in arguments))
 
 
 def kind_of(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype) -> str:
-    """The type that an operator computes in."""
+    """Return the C type in which an operator computes."""
     if func.overloadpacket in _COMPARED:
         common = dtypes[0]
         for dtype in dtypes[1:]:
@@ -174,8 +174,12 @@ def kind_of(func: Any, dtypes: Sequence[torch.dtype], out: torch.dtype) -> str:
 
 
 def expression(func: Any, arguments: Sequence[Any], kind: str) -> str:
-    """The operator as an expression; tensors among its arguments are expressions (`str`) already, in `kind` but for a
-    condition, and the others are Python's."""
+    """Return the operator as a C expression.
+
+    Args:
+        arguments: Tensors are expressions (`str`) already, converted to `kind` except for a condition; the others are
+            Python values.
+    """
     packet = func.overloadpacket
     if packet is aten.pow:
         return _power(arguments[0], arguments[1], kind)
@@ -190,7 +194,7 @@ def expression(func: Any, arguments: Sequence[Any], kind: str) -> str:
 
 
 class Operand(str):
-    """The name of a variable that holds a tensor's element."""
+    """The name of a variable that contains a tensor's element."""
 
     __slots__ = ()
 

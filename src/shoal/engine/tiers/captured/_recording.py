@@ -1,8 +1,8 @@
-"""The operators that a piece of a step calls on a device, below autograd, written down while it runs.
+"""Record the operators that a part of a step calls on a device, below autograd, while it runs.
 
-A warm-up runs the step anyway; this mode looks on. Tensors are known by where their memory is and how they lie in it,
-so that what autograd keeps for its backward pass is recognised when it comes back. Where that is not certain, the
-recording is given up and the step runs as it is.
+A warm-up runs the step anyway; this mode observes it. Tensors are identified by their memory and their layout in it, so
+that what autograd saves for its backward pass is recognised later. If that is not certain, the recording is abandoned
+and the step runs unfused.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 _BATCH_NORMS = (aten.cudnn_batch_norm, aten.native_batch_norm, aten.miopen_batch_norm)
-"""Operators that write their running averages without saying so."""
+"""Operators that write their running averages without declaring it."""
 
 
 class NotRecordable(RuntimeError):
-    """What ran cannot be repeated from its operators; the message says why."""
+    """The operators cannot be replayed from a recording; the message says why."""
 
 
 class Ref(int):
-    """A value's number, where a call has a tensor among its arguments."""
+    """The number of a value, in place of a tensor among the arguments of a call."""
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A tensor of the recording: an input, a constant, or what a call gave."""
+    """A tensor of the recording: an input, a constant, or the result of a call."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,9 +42,9 @@ class Value:
     address: int
     storage: int
     call: int = -1
-    """The call that gives it; -1: none."""
+    """The call that returns it, or -1 if there is none."""
     root: int = -1
-    """The value whose memory it is, element by element in the same order; itself where there is no other."""
+    """The value whose memory it shares, element by element in the same order, or itself."""
     constant: Tensor | None = None
 
     @property
@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One operator, with the values that it reads and gives."""
+    """One operator, with the values that it reads and returns."""
 
     func: Any
     args: list[Any]
@@ -65,16 +65,16 @@ class Call:
     spec: pytree.TreeSpec
     reads: list[int]
     gives: list[int | None]
-    """Flat; None: not a tensor."""
+    """The returned values, flat; None for what is not a tensor."""
     gives_spec: pytree.TreeSpec
     after: list[int] = field(default_factory=list)
-    """Calls that have to be done before this one writes, besides those whose values it reads."""
+    """Calls that must be done before this one writes, besides those whose values it reads."""
     written: list[tuple[int, int]] = field(default_factory=list)
     """What it writes to: the value before, and the value after."""
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside: everything that is called on tensors is written down, besides being done."""
+    """Records everything that is called on tensors inside this context, while it runs."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,9 +83,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         """Storages that some call writes to."""
         self._keys: dict[int, dict[Any, int]] = {}
-        """Of each storage, by address: its tensors' values."""
+        """The values of each storage's tensors, by address."""
         self._number: dict[int, int] = {}
-        """Each storage's number, by address; an address may have another storage later."""
+        """Each storage's number by address; an address may belong to another storage later."""
         self._readers: dict[int, list[int]] = {}
         """The calls that read a storage since it was last written to."""
         self._storages = 0
@@ -101,11 +101,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def floating(self) -> set[torch.dtype]:
-        """The floating-point dtypes in it."""
+        """The floating-point dtypes of the recording."""
         return {value.dtype for value in self.values if value.dtype.is_floating_point}
 
     def find(self, tensor: Tensor) -> int:
-        """The number of a tensor's value as it is now."""
+        """Return the number of a tensor's current value."""
         return self._find(tensor)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -132,12 +132,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number, before = self._number[address], self._find(tensor)
         call.after += self._readers.pop(number, [])
         self.written.add(number)
-        self._keys[address] = {}  # other views of it are not followed
+        self._keys[address] = {}  # other views of it are not tracked
         call.written.append((before, self._enter(tensor, index)))
 
     def _give(self, tensor: Tensor, index: int, call: Call, addresses: set[int]) -> int:
         address = tensor.untyped_storage().data_ptr()
-        if address not in addresses:  # new memory; what was there before is gone
+        if address not in addresses:  # new memory: the former storage at this address is gone
             self._number.pop(address, None)
             self._keys.pop(address, None)
         elif _key(tensor) in self._keys[address]:
@@ -165,7 +165,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _enter(self, tensor: Tensor, call: int | None) -> int:
-        if tensor.is_conj() or tensor.is_neg():  # lies as what it is the conjugate or the negative of
+        if tensor.is_conj() or tensor.is_neg():  # its memory contains the conjugate or the negative
             raise NotRecordable("a tensor whose sign is not in memory")
         address = tensor.untyped_storage().data_ptr()
         if address not in self._number:
@@ -185,14 +185,14 @@ def _key(tensor: Tensor) -> Any:
 
 
 def _same_memory(value: Value, given: Value) -> bool:
-    """Whether a view has the elements of what it is a view of, all of them in the same order."""
+    """Return whether a view has all elements of its base in the same order."""
     if (value.address, value.dtype, value.numel) != (given.address, given.dtype, given.numel):
         return False
     return (value.contiguous and given.contiguous) or (value.shape, value.stride) == (given.shape, given.stride)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes to."""
+    """Return the tensors that a call writes to."""
     written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

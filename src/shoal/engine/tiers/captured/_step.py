@@ -1,8 +1,8 @@
 """A whole training step as one function of tensors: gather, forward, backward, clip, optimizer, NaN guard.
 
-It reads and writes only tensors it is given, never asks Python for a value, and so can be traced into one graph,
-compiled whole (forward, backward and update fuse across their borders) and captured. It is the same arithmetic as
-`stacked.unit`, with the host's decisions (did the loss stay finite?) turned into masks.
+It reads and writes only the tensors it is given and never asks Python for a value, so it can be traced into one graph,
+compiled as a whole (forward, backward and update are fused) and captured. The arithmetic is that of `stacked.unit`,
+with decisions of the host (is the loss finite?) turned into masks.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from shoal.utils import cuda_kernels
 from shoal.utils.randomness import Draw, counter_draw, draw_columns, site_numbers
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
-"""How far fused kernels may be from the operators themselves, by the lowest precision in the step: a mistake shows, and
-another rounding does not."""
+"""How far fused kernels may be from the operators themselves, by the lowest precision in the step, so that a mistake
+shows and different rounding does not."""
 
 NUDGE = 0.02
-"""How much is added to weights for that comparison."""
+"""The scale of the noise that is added to weights for that comparison."""
 
 
 @dataclass(slots=True)
 class Inputs:
-    """What a step needs beside the stack: where the data is, and how far every member is."""
+    """What a step needs besides the stack: where the data is, and how far every member is."""
 
     data: list[Tensor]
-    """The whole data set's leaves, once; or a batch, where it is streamed."""
+    """The leaves of the whole data set, or those of a batch if the data is streamed."""
     orders: Tensor | None
-    """Rows for this epoch, [M, n] or [n] where all members read the same; None: `data` is the batch itself."""
+    """The rows of this epoch, [M, n], or [n] if all members read the same; None if `data` is the batch itself."""
     place: Tensor
-    """Each member's next batch within its epoch, [M] int64; [] where all read the same."""
+    """Each member's next batch within its epoch, [M] int64, or [] if all read the same."""
     tick: Tensor
-    """Batches since the host last looked, [] int64."""
+    """The number of batches since the host last read the results, [] int64."""
     moving: Tensor
-    """[M] bool: the other rows do not change, their clocks included."""
+    """[M] bool: whether a row takes this step. Other rows do not change, including their batch counts."""
     count: Tensor
-    """Batches each member has had, [M] int64: the clock of its random draws."""
+    """The number of batches that each member has had, [M] int64, which numbers its random draws."""
     seeds: Tensor
-    """[M] int64."""
+    """The members' seeds, [M] int64."""
     losses: Tensor
-    """[batches, M]: the loss of every batch since the host last looked is written here."""
+    """[batches, M]: the step writes the loss of every batch here, until the host reads them."""
     logs: Tensor | None = None
-    """[batches, names, M] float64: what the step logs, in the same way; None: it logs nothing."""
+    """[batches, names, M] float64: what the step logs, in the same way; None if it logs nothing."""
     tables: list[Tensor | None] = field(default_factory=list)
-    """For each part of the optimizer its scheduled numbers of every step until the host looks again,
-    [steps + 1, G, names, M]; None: they do not change."""
+    """For each part of the optimizer its scheduled numbers of every step until the host reads the results, [steps +
+    1, G, names, M]; None if they do not change."""
 
     def tensors(self) -> list[Tensor]:
         tensors = [*self.data, self.place, self.tick, self.moving, self.count, self.seeds, self.losses]
@@ -76,7 +76,7 @@ class Inputs:
 
 
 def stack_tensors(stack: Stack) -> list[Tensor]:
-    """Every tensor of a stack that a step reads or writes."""
+    """Return every tensor of a stack that a step reads or writes."""
     scaler = [] if stack.scaler is None else [stack.scaler.scale_M, stack.scaler.growth_tracker_M]
     norm = [] if stack.clip_limits is None else [stack.clip_limits]
     return [
@@ -91,7 +91,7 @@ def stack_tensors(stack: Stack) -> list[Tensor]:
 
 
 def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
-    """The same stack on other tensors, those of a trace."""
+    """Return the same stack with other tensors, those of a trace."""
     rest = list(tensors)
     bound = copy.copy(stack)
     bound.params = [rest.pop(0).detach().requires_grad_(p.requires_grad) for p in stack.params]
@@ -111,12 +111,12 @@ def bind_stack(stack: Stack, tensors: list[Tensor]) -> Stack:
 
 
 def can_fuse(device: torch.device) -> bool:
-    """Whether kernels can be compiled for this device."""
+    """Return whether kernels can be compiled for this device."""
     return device.type == "cuda" and cuda_kernels.available()
 
 
 class StepDraws:
-    """The random draws of a step, with everything they need on the device beforehand."""
+    """The random draws of a step, with everything they need on the device in advance."""
 
     def __init__(self, draws: Sequence[Draw], members: int, device: torch.device) -> None:
         self._draws = draws
@@ -125,7 +125,8 @@ class StepDraws:
         self._sites = [torch.tensor(row, dtype=torch.int64, device=device) for row in numbers]
 
     def of(self, seeds: Tensor, counts: Tensor) -> Callable[[int], Tensor]:
-        """The draws of members with these seeds at these batches: from a draw's number to its values [M, ...]."""
+        """Return a function from a draw's number to its values [M, ...], for members with these seeds at these
+        batches."""
 
         def value(index: int) -> Tensor:
             return counter_draw(self._draws[index], seeds, counts, self._sites[index], self._columns[index])
@@ -142,15 +143,15 @@ class Step:
         self.log_names = program.trace.log_names
         self.draws = StepDraws(program.draws, len(stack.rows), stack.device)
         self.fused: Fused | None = None
-        """Forward and backward with their elementwise operators joined, once `fuse` has made it."""
+        """Forward and backward with their elementwise operators fused, once `fuse` has made it."""
 
     def __call__(self, tensors: list[Tensor], inputs: Inputs) -> None:
-        """Run on these tensors (`stack_tensors` of a stack of this shape, then the inputs'), in place."""
+        """Run on these tensors, in place: `stack_tensors` of a stack of this shape, then those of the inputs."""
         count = len(stack_tensors(self.stack))
         self.run(bind_stack(self.stack, tensors[:count]), inputs.bind(tensors[count:]))
 
     def run(self, stack: Stack, inputs: Inputs) -> None:
-        """The step itself."""
+        """Run the step."""
         batch = self._gather(inputs)
         for part, table in zip(stack.optimizer.ruled(), inputs.tables, strict=True):
             if table is not None:
@@ -176,14 +177,16 @@ class Step:
             inputs.tick.add_(1)
 
     def fuse(self, stack: Stack, inputs: Inputs) -> None:
-        """Run forward and backward once, on tensors that may be written to, and from then on with fused kernels; as it
-        is where that does not work, or does not give the same."""
+        """Run forward and backward once, on tensors that may be written to, and use fused kernels from then on.
+
+        The operators are used unfused if fusing fails or gives different results.
+        """
         if not can_fuse(stack.device):
             return
         batch = self._gather(inputs)
         given = self._fused_inputs(stack, batch, inputs)
         before = stack.saved_buffers()
-        if stack.scaler is not None:  # a copy: at the scale it begins with, gradients overflow, and nothing is compared
+        if stack.scaler is not None:  # on a copy: at the initial scale gradients overflow
             stack.scaler.scale_M.fill_(256.0)
         try:
             _nudge(stack.leaves)
@@ -198,19 +201,19 @@ class Step:
                 tolerance = TOLERANCE[min(recording.floating, key=lambda d: d.itemsize)]
                 results = fused(given)
             same = _close(results, expected, tolerance)
-            if not same:  # a bias before a batch norm has a gradient of rounding alone
+            if not same:  # the gradient of a bias before a batch norm is only rounding
                 results = [None if tensor is None else tensor.clone() for tensor in results]
                 same = _close(results, expected, tolerance, self._disturbed(stack, batch, inputs, before, tolerance))
         except Exception as error:
             if context_lost(error):
                 raise
-            return  # where a step finds no memory either, the warm-up that follows says so
+            return  # if memory is full, the warm-up that follows raises the error
         self.fused = fused if same else None
 
     def _disturbed(
         self, stack: Stack, batch: list[Tensor], inputs: Inputs, buffers: list[Tensor], size: float
     ) -> list[Tensor | None]:
-        """What the operators give where every weight is a little different."""
+        """Return the results of the operators after a small change of every weight."""
         stack.restore_buffers(buffers)
         with torch.no_grad():
             for param in stack.leaves:
@@ -222,7 +225,7 @@ class Step:
     def _gradients(
         self, stack: Stack, batch: list[Tensor], inputs: Inputs
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor], list[Tensor | None]]:
-        """Every member's loss, what it logs, its buffers afterwards, and the gradients."""
+        """Return every member's loss, its logs, its buffers afterwards, and the gradients."""
         if self.fused is not None and not is_traced():
             values = self.fused(self._fused_inputs(stack, batch, inputs))
             first = 1 + len(self.log_names)
@@ -242,10 +245,10 @@ class Step:
         if inputs.orders is None:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
-        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # a row that does not move may be at a short batch
+        at = at.clamp(0, inputs.orders.shape[-1] - 1)  # a row that takes no step may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
         if rows.dim() == 2 and rows.shape[0] > 1:
-            rows = fence(rows)  # or every element of the batch would look up its row by itself
+            rows = fence(rows)  # otherwise every element of the batch would compute its row again
         flat = rows.reshape(-1)
         return [leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]) for leaf in inputs.data]
 
@@ -269,7 +272,7 @@ class Step:
 
 
 def _column(log: Any, losses: Tensor) -> Tensor:
-    """One number of a log for each member. Unlike `as_column` it never asks the device for a value."""
+    """Return one number of a log for each member. Unlike `as_column` it never reads a value from the device."""
     if isinstance(log, Tensor):
         return log.detach().reshape(len(losses))
     return torch.full(losses.shape, float(log), dtype=torch.float64, device=losses.device)
@@ -277,8 +280,8 @@ def _column(log: Any, losses: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _nudge(params: Sequence[Tensor]) -> None:
-    """Add a little to every weight: behind a layer that begins with zeros all gradients are zero, and a mistake in one
-    would not show."""
+    """Add noise to every weight: after a layer that begins with zeros all gradients are zero, and mistakes would not
+    show."""
     for param in params:
         if param.is_floating_point():
             param.add_(torch.empty_like(param).normal_(generator=_generator(param)), alpha=NUDGE)
@@ -294,7 +297,7 @@ def _close(
     tolerance: float,
     disturbed: Sequence[Tensor | None] = (),
 ) -> bool:
-    """Whether these differ by no more than rounding, each as a whole; or by what a disturbance has changed."""
+    """Return whether tensors differ only by rounding, each as a whole, or by no more than a disturbance changes."""
     for a, b, other in zip_longest(tensors, expected, disturbed):
         if a is None or b is None:
             if a is not b:
@@ -320,12 +323,12 @@ def _close(
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """Images and their filters with channels last, which is what a GPU's convolutions want."""
+    """Return images and filters with channels last, which a GPU's convolutions prefer."""
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_cuda else x
 
 
 def inputs_like(inputs: Inputs) -> Inputs:
-    """The same inputs with everything a step writes copied."""
+    """Return the same inputs with copies of everything that a step writes."""
     same: dict[str, Any] = {name: getattr(inputs, name) for name in ("data", "orders", "moving", "seeds", "tables")}
     copied = {name: getattr(inputs, name).clone() for name in ("place", "tick", "count", "losses")}
     return Inputs(**same, **copied, logs=None if inputs.logs is None else inputs.logs.clone())

@@ -1,7 +1,7 @@
 """A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis.
 
-Its rows are seats. A member that leaves frees its seat, and another one may take it while every address stays the
-same: what was compiled and captured remains valid.
+A seat is a row for a member. A member that leaves frees its seat, and another one may take it while every address stays
+the same, so that what was compiled and captured remains valid.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.utils.randomness import signed
 
 Cache = dict[Hashable, Executable | Fused | None]
-"""Compiled steps, or their fused kernels, by what they compute and its shape, which members alike share. None: a step
-that runs operator by operator, and has been tried."""
+"""Compiled steps, or their fused kernels, by computation and shape, shared by similar members. None marks a step
+that runs operator by operator."""
 
 
 class Chunk:
@@ -40,7 +40,7 @@ class Chunk:
         self.stack, self.trace_cache, self.cache = stack, trace_cache, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
         self.seats: list[Member | None] = list(stack.members)
-        """The member of each row; None: the row is free and does not change."""
+        """The member of each row, or None if the row is free and does not change."""
         member = stack.members[0]
         size, n, device = len(stack.rows), member.shape_rows, stack.device
         source = member.data.source
@@ -66,11 +66,11 @@ class Chunk:
         self._moving = [True] * size
         self._staged = torch.empty(0, dtype=torch.int64)
         self._laid: list[Tensor] = []
-        """What is laid side by side there."""
+        """The orders that `_staged` contains."""
         self._sent: torch.cuda.Event | None = None
-        """When it was copied to the device."""
+        """When `_staged` was copied to the device."""
         self.view = StackedUnit.around(stack, trace_cache)
-        """For what is not a training step: validation, schedules, writing back."""
+        """The unit for everything but training steps: validation, schedules, writing back."""
         self._steps: dict[int, Step] = {}
         self._ready: dict[int, Executable] = {}
 
@@ -85,7 +85,7 @@ class Chunk:
         shared: bool,
         compiled: bool,
     ) -> Chunk:
-        """A fresh chunk; its members' models stay on the host, since the stack has their weights now."""
+        """Build a chunk; its members' models move to the host, since the stack has their weights now."""
         stack = Stack(recipes, size=len(recipes), channels_last=solo)
         stack.rehearse()
         for recipe in recipes:
@@ -94,7 +94,7 @@ class Chunk:
 
     @property
     def alive(self) -> list[int]:
-        """Rows of the members still in training."""
+        """The rows of members that are still in training."""
         return [row for row, member in enumerate(self.seats) if member is not None]
 
     @property
@@ -104,9 +104,10 @@ class Chunk:
     # --- seats ------------------------------------------------------------------------------------------------------
 
     def free_seat(self, recipe: Recipe, taken: Container[int] = ()) -> int | None:
-        """A row that this member can take as it is: same computation, same numbers in it, no term that is not there.
+        """Return a free row that fits this member: same computation, same numbers in it, no missing terms.
 
-        `taken`: rows that are promised to others.
+        Args:
+            taken: Rows that are reserved for others.
         """
         first = self.stack.recipes[0]
         free = {row for row, member in enumerate(self.seats) if member is None and row not in taken}
@@ -130,10 +131,10 @@ class Chunk:
         return None
 
     def assign(self, seats: Mapping[int, Recipe]) -> None:
-        """Put members, wherever they are in their training, into free rows, all of them at once."""
+        """Put members, at any point of their training, into free rows, all of them at once."""
         new_members = Stack(list(seats.values()), size=len(seats), temporary=True)
         seat = {recipe.member.index: row for row, recipe in seats.items()}
-        rows = [seat[member.index] for member in new_members.members]  # the stack has them in an order of its own
+        rows = [seat[member.index] for member in new_members.members]  # the stack has its own order
         self.stack.put(rows, new_members)
         for row, member in zip(rows, new_members.members, strict=True):
             _to_host(member)
@@ -152,11 +153,11 @@ class Chunk:
         self._rest()
 
     def _rest(self) -> None:
-        """Stop the schedules of members that have left: they may be at their end."""
+        """Stop the schedules of members that have left, which may be at their end."""
         self.stack.optimizer.freeze_schedules([row for row, seat in enumerate(self.seats) if seat is None])
 
     def fitted(self) -> Chunk:
-        """This chunk, or a smaller one with the same members where half of the seats are free."""
+        """Return this chunk, or a smaller one with the same members if half of the seats are free."""
         rows = self.alive
         if len(rows) > len(self.seats) // 2 or not rows:
             return self
@@ -166,9 +167,9 @@ class Chunk:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def load(self, batches: int, rows: int) -> None:
-        """Make ready for so many batches of those members whose next batch has so many rows."""
+        """Prepare for this many batches of the members whose next batch has `rows` rows."""
         self.inputs.tick.zero_()
-        if not self.alive:  # what was captured runs all the same: its rows do not change
+        if not self.alive:  # the captured graph runs anyway, without changing rows
             self.move(rows)
             return
         self._load_orders()
@@ -179,12 +180,12 @@ class Chunk:
         self.move(rows)
         self.stack.optimizer.look_ahead(batches, least=1)
         for part, held in zip(self.stack.optimizer.ruled(), self.inputs.tables, strict=True):
-            if held is not None:  # those with a schedule may have left: their numbers are constant then
+            if held is not None:  # members with a schedule may have left, so that the numbers are constant
                 coming = part.columns.packed if part.table is None else part.table.permute(3, 0, 1, 2)
                 held[: batches + 1].copy_(coming)
 
     def move(self, rows: int, after: int = 0) -> None:
-        """Let members move whose batch has so many rows, `after` batches from now; the others do not change."""
+        """Let the members step whose batch, `after` batches from now, has `rows` rows; the others do not change."""
         moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.seats]
         if moving != self._moving:
             self.inputs.moving.copy_(torch.tensor(moving))
@@ -214,13 +215,13 @@ class Chunk:
         self._orders = orders
 
     def look_ahead(self) -> None:
-        """Lay the next epoch's rows side by side, where all begin it together."""
+        """Stage the next epoch's orders, if all members begin it together."""
         ahead = [seat.ahead[0] for seat in self.seats if seat is not None and seat.ahead is not None]
         if not self.shared and len(ahead) == len(self.seats):
             self._stage(ahead)
 
     def _stage(self, orders: list[Tensor]) -> None:
-        """All rows' orders in memory that the device reads by itself."""
+        """Copy all rows' orders into pinned memory, which the device reads by itself."""
         if len(orders) == len(self._laid) and all(a is b for a, b in zip(orders, self._laid, strict=True)):
             return
         if not self._staged.numel():
@@ -228,12 +229,12 @@ class Chunk:
             self._staged = torch.empty(shape, dtype=torch.int64, pin_memory=cuda)
             self._sent = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
         if self._sent is not None:
-            self._sent.synchronize()  # what is there may still be on its way
+            self._sent.synchronize()  # the last copy to the device may not be done
         torch.stack(orders, out=self._staged)
         self._laid = orders
 
     def step(self, rows: int) -> Step:
-        """The step on batches of so many rows."""
+        """Return the step on batches of this many rows."""
         if rows not in self._steps:
             recipes = self.stack.recipes
             traces = [recipes[row].steps[rows] for row in self.stack.rows]
@@ -248,15 +249,15 @@ class Chunk:
         return [*stack_tensors(self.stack), *self.inputs.tensors()]
 
     def written(self) -> list[Tensor]:
-        """What a step writes."""
+        """Return the tensors that a step writes."""
         inputs = self.inputs
         own = [tensor for place, tensor in enumerate(stack_tensors(self.stack)) if place not in self.stack.shared]
         logs = [] if inputs.logs is None else [inputs.logs]
         return [*own, inputs.place, inputs.tick, inputs.count, inputs.losses, *logs]
 
     def prepare(self, rows: int, full: bool = True) -> float:
-        """Make the step on so many rows ready to be captured; seconds spent compiling now. Only full batches' steps are
-        compiled."""
+        """Make the step on `rows` rows ready for capture, and return the seconds spent compiling now. Only steps on
+        full batches are compiled."""
         if rows in self._ready:
             return 0.0
         step, compiled = self.step(rows), self.compiled and full
@@ -279,15 +280,15 @@ class Chunk:
         return ready.seconds if new else 0.0
 
     def branch(self, rows: int) -> Callable[[], None]:
-        """One step on so many rows, to be captured: on the tensors of this chunk and no others."""
+        """Return one step on this many rows, to be captured, on the tensors of this chunk."""
         return partial(self._ready[rows].run, self.tensors())
 
     def batch(self, rows: int) -> None:
-        """One step on a batch of so many rows, operator by operator."""
+        """Run one step on a batch of this many rows, operator by operator."""
         self.step(rows).run(self.stack, self.inputs)
 
     def note(self, batches: int) -> None:
-        """Write what so many batches gave into the members."""
+        """Write the results of this many batches into the members."""
         losses = self.inputs.losses[:batches].T.tolist()
         logs = [] if self.inputs.logs is None else self.inputs.logs[:batches].permute(2, 1, 0).tolist()
         for row, member in enumerate(self.seats):
@@ -302,13 +303,13 @@ class Chunk:
 
 
 def _to_host(member: Member) -> None:
-    """A stack has its weights now. Asking a model that is there already takes as long as moving it."""
+    """Move a member's model to the host, unless it is there: even then `to` would take as long as a move."""
     if any(tensor.device.type != "cpu" for tensor in (*member.model.parameters(), *member.model.buffers())):
         member.model.to("cpu")
 
 
 def _table(part: StackedOptimizer, batches: int) -> Tensor | None:
-    """Room for the numbers of so many steps, where a schedule moves them."""
+    """Return a tensor for the scheduled numbers of this many steps, or None if no schedule changes them."""
     if not any(m.job.schedule is not None and m.job.schedule_every == "step" for m in part.span.members):
         return None
     packed = part.columns.packed
@@ -316,7 +317,7 @@ def _table(part: StackedOptimizer, batches: int) -> Tensor | None:
 
 
 def _fits(part: StackedOptimizer, table: Tensor | None, recipe: Recipe) -> bool:
-    """Whether a member's optimizer and schedule can be run by a part as it is."""
+    """Return whether a part, unchanged, can run a member's optimizer and schedule."""
     plan, job = recipe.optimizer, recipe.member.job
     stepped = job.schedule is not None and job.schedule_every == "step"
     if plan.flags is None or kind(recipe) != kind(part.span.recipes[0]) or (stepped and table is None):

@@ -1,4 +1,4 @@
-"""Captured steps of several units, replayed side by side."""
+"""Replay the captured steps of several units side by side."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, memory_message, out_of_memory
 
 BURST = 16
-"""Batches that are launched for a unit before the next one's: few enough that none waits for another's launches."""
+"""How many batches of a unit are launched before the next unit's; few, so that no unit waits long for its launches."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """What a unit has to do."""
+    """What a unit has to do in this turn."""
 
     unit: CapturedUnit
     left: int
-    """Full batches."""
+    """The number of remaining full batches."""
     graph: Graph | None
 
 
 class CapturedExecutor(Executor):
-    """Units that can be captured run side by side, each by its own graph; the others one after another."""
+    """Runs units that can be captured side by side, each by its own graph, and the others one after another."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder or RECORDER
@@ -57,7 +57,7 @@ class CapturedExecutor(Executor):
     def _run_captured(self, work: list[tuple[CapturedUnit, int]], meanwhile: Callable[[], None] | None) -> None:
         turns = []
         for unit, batches in work:
-            left = unit.load(batches)  # all graphs are made before one of them runs: memory may be full
+            left = unit.load(batches)  # all graphs are made before one runs, since memory may be full
             turns.append(_Turn(unit, left, unit.ready(self.recorder) if left else None))
             unit.ready_to_finish(self.recorder)
         self._side_by_side([turn for turn in turns if len(turn.unit.chunks) == 1])
@@ -71,7 +71,7 @@ class CapturedExecutor(Executor):
             turn.unit.note()
 
     def _side_by_side(self, turns: list[_Turn]) -> None:
-        """Launch all that these units have to do."""
+        """Launch all remaining batches of these units, some batches of each in turn."""
         lanes = sorted({turn.unit.lane for turn in turns})
         self.recorder.fork(lanes)
         while any(turn.left for turn in turns):

@@ -1,8 +1,8 @@
-"""Steps as CUDA graphs: recorded once, replayed for every batch.
+"""Steps as CUDA graphs, which are recorded once and replayed for every batch.
 
-A graph belongs to the unit whose tensors it reads and writes, and ends with it: no other could replay it. Units with
-one stack are recorded and replayed on a lane each, side by side; those on the same lane come one after the other, since
-they share what a library keeps for a stream. A unit of many steps side by side takes all lanes, and runs alone.
+A graph belongs to the unit whose tensors it reads and writes, and is dropped with it. Units with one stack are recorded
+and replayed side by side, each on a lane (a stream); those on the same lane run one after the other, since they share
+what a library stores per stream. A unit of many steps side by side takes all lanes, and runs alone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from shoal.engine.tiers.unit import out_of_memory
 from shoal.utils import garbage_collection
 
 LANES = 16
-"""Branches of a captured graph, and graphs side by side, at the most; see benchmarks for where more stops helping."""
+"""The largest number of branches of a captured graph, and of graphs side by side; see benchmarks for where more
+stops helping."""
 SCARCE = 0.25
-"""The share of a device's memory that should be free: below it, memory is looked after more closely."""
+"""The fraction of a device's memory that should be free; with less, unused memory is freed more often."""
 
 SPARE = 128 << 20
-"""Bytes that the allocator may hold besides what is in use: more is given back before something large is built."""
+"""The bytes that the allocator may hold unused; more is freed before something large is built."""
 
 Branch = Callable[[], None]
 
 
 class Graph(Protocol):
-    """Work that was recorded."""
+    """Recorded work that can be replayed."""
 
     def replay(self) -> None: ...
 
@@ -37,20 +38,21 @@ class Graph(Protocol):
 
 
 class Recorder:
-    """Records work and launches it; this one on the current CUDA device."""
+    """Records work and launches it on the current CUDA device."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, list[torch.cuda.Stream]] = {}
-        """Of each device."""
+        """The streams of each device."""
 
     def capture(self, branches: Sequence[Branch], lane: int, beside: Graph | None = None) -> Graph:
-        """These branches as one graph, each of them called once.
+        """Capture these branches as one graph, calling each of them once.
 
-        `beside`: a graph that never runs at the same time, whose memory this one may use too.
+        Args:
+            beside: A graph that never runs at the same time, whose memory this one may share.
         """
         if scarce():
             clear()
-        trim()  # what the warm-up used: a graph has memory of its own
+        trim()  # frees what the warm-up used, since a graph has its own memory
         try:
             return self._capture(branches, lane, beside)
         except Exception as error:
@@ -63,7 +65,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         stream, collects = self._lane(lane), gc.isenabled()
-        gc.disable()  # whatever it took apart would do so in the middle of the recording
+        gc.disable()  # a destructor must not call CUDA in the middle of the capture
         try:
             with torch.cuda.stream(stream):
                 # A pool lives as long as a graph in it: never keep its handle.
@@ -91,21 +93,21 @@ class Recorder:
             main.wait_stream(stream)
 
     def on(self, lane: int) -> AbstractContextManager[Any]:
-        """Inside: what is launched goes to this lane."""
+        """Launch work on this lane inside this context."""
         return torch.cuda.stream(self._lane(lane))
 
     def fork(self, lanes: Sequence[int]) -> None:
-        """Let these lanes wait for what was launched until now."""
+        """Make these lanes wait for what was launched until now."""
         for lane in lanes:
             self._lane(lane).wait_stream(torch.cuda.current_stream())
 
     def join(self, lanes: Sequence[int]) -> None:
-        """Let what is launched from now on wait for these lanes."""
+        """Make what is launched from now on wait for these lanes."""
         for lane in lanes:
             torch.cuda.current_stream().wait_stream(self._lane(lane))
 
     def wait(self) -> None:
-        """Until all that was launched is done."""
+        """Wait until everything that was launched is done."""
         torch.cuda.synchronize()
 
     def _lane(self, lane: int) -> torch.cuda.Stream:
@@ -116,29 +118,29 @@ class Recorder:
 
 
 RECORDER = Recorder()
-"""Of this process: two would not know of each other's lanes."""
+"""The recorder of this process; two recorders would not know of each other's lanes."""
 
 
 def scarce() -> bool:
-    """Whether little of the device's memory is free."""
+    """Return whether little of the device's memory is free."""
     free, total = torch.cuda.mem_get_info()
     return bool(free < SCARCE * total)
 
 
 def held() -> tuple[int, int]:
-    """Bytes in use, and bytes that the allocator holds besides."""
+    """Return the bytes in use, and the bytes that the allocator holds besides."""
     used = torch.cuda.memory_allocated()
     return used, torch.cuda.memory_reserved() - used
 
 
 def trim() -> None:
-    """Give back what is not in use, where it is much."""
+    """Free unused memory of the allocator if it is much."""
     if held()[1] > SPARE:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def clear() -> None:
-    """Give back memory that is no longer held."""
+    """Collect garbage and free the unused memory of the allocator."""
     garbage_collection.collect()
     torch.cuda.empty_cache()

@@ -20,20 +20,25 @@ from shoal.utils.set_up_times import timed
 
 _lanes = itertools.count()
 FEW = 3
-"""Batches from which a graph is made: a warm-up and a recording take as long as two of them without one."""
+"""The number of batches from which a graph is made; a warm-up and a capture take as long as two batches without a
+graph."""
 SURE = 3
-"""Times what a step takes by rule of thumb, from which no closer look is needed."""
+"""If this many times the rough estimate of a step's memory is free, no closer estimate is needed."""
 FITTING_GAIN = 0.25
-"""The share of a step that a stack of half the size is taken to save."""
+"""The assumed fraction of a step that a stack of half the size saves."""
 
 
 class CapturedUnit(Unit):
-    """Members of one recipe in one or more chunks. Full batches are run by the executor, short ones here."""
+    """Members of one recipe in one or more chunks. The executor runs full batches, this class runs short ones."""
 
     def __init__(
         self, recipes: Sequence[Recipe], trace_cache: TraceCache, cache: Cache, *, chunk: int, compiled: bool
     ) -> None:
-        """`chunk`: members in one stack; 1: each by itself, side by side on streams."""
+        """Build the chunks.
+
+        Args:
+            chunk: The number of members in one stack; with 1, each is a stack of its own, side by side on streams.
+        """
         self.tier = "streams" if chunk == 1 else "stacked"
         self.compiled, self.compile_seconds = compiled, 0.0
         solo = chunk == 1
@@ -43,26 +48,27 @@ class CapturedUnit(Unit):
             Chunk.build(group, trace_cache, cache, solo=solo, shared=shared, compiled=compiled) for group in groups
         ]
         self.lane = next(_lanes) % LANES
-        """Where it is captured and launched."""
+        """The stream on which the unit is captured and launched."""
         self.graphs: dict[int, Graph] = {}
-        """Of a step of all chunks, by the batch's rows. They are of these chunks: gone with the first that is."""
+        """Graphs of a step of all chunks, by the batch's rows. They are dropped when a chunk changes."""
         self.step_seconds = self.set_up_seconds = 0.0
-        """What a step takes, and what it took to make it ready; where that is known."""
+        """The seconds of a step, and of making it ready, if known."""
         self.set_up_bytes = 0
-        """The most that the allocator held while steps were made ready."""
+        """The most bytes that the allocator held while steps were made ready."""
         self._crowded = False
         self._full = min(recipes[0].member.job.batch_size, recipes[0].member.shape_rows)
         self._short: list[int] = []
         self._mixed = False
-        """Whether some have a full batch now and others a short one."""
+        """Whether some members have a full batch now and others a short one."""
         self._batches = 0
         self._seated()
 
     def _seated(self) -> None:
+        """Update the list of members from the chunks."""
         self.members = [member for chunk in self.chunks for member in chunk.members]
 
     def graph(self, recorder: Recorder, rows: int | None = None) -> Graph:
-        """A step of all chunks on batches of so many rows (None: full ones), captured once."""
+        """Return the graph of a step of all chunks on batches of `rows` rows (None for full ones), captured once."""
         rows = self._full if rows is None else rows
         if rows not in self.graphs:
             with timed("capture") as spent:
@@ -79,7 +85,8 @@ class CapturedUnit(Unit):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def load(self, batches: int) -> int:
-        """Make ready for so many batches; how many of them are full, for any member. `finish` does what is not."""
+        """Prepare for this many batches, and return how many of them are full for any member; `finish` runs the
+        others."""
         self._fit()
         self._batches = batches
         last = {member.rows_in(batches) - (batches - 1) * self._full for member in self.members}
@@ -91,17 +98,17 @@ class CapturedUnit(Unit):
             chunk.load(batches, self._full if full else self._short[0])
         raising = [chunk.stack.optimizer.raises_in for chunk in self.chunks]
         last_step = min((step for step in raising if step is not None), default=batches)
-        return full if last_step == batches else self.load(last_step)  # a schedule that raises is the end of its member
+        return full if last_step == batches else self.load(last_step)  # a schedule that raises ends its member
 
     def ready(self, recorder: Recorder) -> Graph | None:
-        """The full batch's graph; None where so few are left that they are run operator by operator."""
+        """Return the full batch's graph, or None if so few batches are left that they are run operator by operator."""
         if self._full in self.graphs or self.compiled or self._coming(self._full) >= FEW:
             return self.graph(recorder)
         self._make_sure()
         return None
 
     def ready_to_finish(self, recorder: Recorder) -> None:
-        """Make graphs of the short batches that are about to come, where more of them will."""
+        """Capture graphs for the short batches that come next, if more of them will follow."""
         for rows in self._short:
             if self._coming(rows) >= FEW:
                 self.graph(recorder, rows)
@@ -109,20 +116,20 @@ class CapturedUnit(Unit):
                 self._make_sure()
 
     def _make_sure(self) -> None:
-        """That there is memory for a step: in the middle of one it is too late."""
+        """Raise an error if there is not enough memory for a step, since in the middle of one it is too late."""
         if self.members[0].device.type == "cuda":
             ensure_memory(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.seats) for chunk in self.chunks))
 
     def crowded(self) -> None:
-        """Memory was full: hold no more than is needed."""
+        """Drop the graphs, and keep no more than needed from now on, because memory was full."""
         self.graphs, self._crowded = {}, True
 
     def _coming(self, rows: int) -> int:
-        """The most batches of so many rows that a member still has."""
+        """Return the largest number of batches of this many rows that a member still has."""
         return max(batches_left(member, full=rows == self._full) for member in self.members)
 
     def _fit(self) -> None:
-        """Drop free rows where they are at least half of all and it pays."""
+        """Drop free rows if they are at least half of all rows and that saves time."""
         if (len(self.chunks) == 1 and len(self.members) > len(self.chunks[0].seats) // 2) or not self._worth_fitting():
             return
         chunks = [chunk for chunk in self.chunks if chunk.members]
@@ -133,14 +140,14 @@ class CapturedUnit(Unit):
             self._seated()
 
     def _worth_fitting(self) -> bool:
-        """Whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
+        """Return whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
         saved = FITTING_GAIN * self.step_seconds * self._coming(self._full)
         if self._crowded or not self.step_seconds or saved > self.set_up_seconds:
             return True
         return self.members[0].device.type == "cuda" and scarce()
 
     def batch(self, rows: int | None = None) -> None:
-        """A batch of so many rows (None: a full one), operator by operator."""
+        """Run a batch of `rows` rows (None for a full one), operator by operator."""
         for chunk in self.chunks:
             if chunk.members:
                 chunk.batch(self._full if rows is None else rows)
@@ -158,29 +165,29 @@ class CapturedUnit(Unit):
                 self.batch(rows)
 
     def note(self) -> None:
-        """Write what the batches gave into the members, once the device is done with them."""
+        """Write the results of the batches into the members, once the device is done with them."""
         for chunk in self.chunks:
             if chunk.members:
                 chunk.note(self._batches)
 
     def run(self, batches: int) -> None:
-        """Batch by batch without a captured graph: for devices that capture nothing."""
+        """Run batch by batch without a captured graph, for devices that cannot capture."""
         for _ in range(self.load(batches)):
             self.batch()
         self.finish()
         self.note()
 
     def rewind(self) -> None:
-        """Back to the epoch's first batch, for a trial."""
+        """Go back to the epoch's first batch, for a trial."""
         for chunk in self.chunks:
             chunk.inputs.place.zero_()
             chunk.inputs.tick.zero_()
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Inside: steps may be tried. After: no member has taken one."""
+        """Allow steps to be tried inside this context, and restore all members afterwards."""
         written = [tensor.detach() for chunk in self.chunks for tensor in chunk.written()]
-        # beside them where a trial takes no memory that training will not need
+        # The copies stay on the device if they need no more memory than training will.
         beside = _is_small(sum(tensor.nbytes for tensor in written), self.members[0].device)
         before = [tensor.clone() if beside else tensor.to("cpu", copy=True) for tensor in written]
         try:
@@ -230,7 +237,7 @@ class CapturedUnit(Unit):
         return self
 
     def _rows(self, slots: Container[int]) -> Iterator[tuple[Chunk, list[int]]]:
-        """Chunk by chunk, the rows of these slots."""
+        """Yield each chunk with its rows of these slots."""
         first = 0
         for chunk in self.chunks:
             alive = chunk.alive
@@ -240,7 +247,7 @@ class CapturedUnit(Unit):
                 yield chunk, rows
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
-        """Whether there is a free row for a member, besides those for others that are about to join."""
+        """Return whether there is a free row for a member, besides those for others that are about to join."""
         return self._seats([*beside, recipe]) is not None
 
     def join(self, recipes: Sequence[Recipe]) -> Unit:
@@ -254,7 +261,7 @@ class CapturedUnit(Unit):
         return self
 
     def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
-        """The rows that members would get in each chunk; None where one gets none."""
+        """Return the rows that members would get in each chunk, or None if there is none for one of them."""
         assigned: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
         for recipe in recipes:
             seats = ((rows, row) for chunk, rows in assigned if (row := chunk.free_seat(recipe, rows)) is not None)
@@ -313,14 +320,14 @@ class CapturedUnit(Unit):
 
 
 def batches_left(member: Member, *, full: bool) -> int:
-    """How many full batches, or short ones, a member will still have."""
+    """Return how many full batches, or short ones, a member will still have."""
     left = member.batches_left
     short = (member.place + left) // member.num_batches if member.num_rows % member.job.batch_size else 0
     return left - short if full else short
 
 
 def _orders_agree(members: list[Member]) -> bool:
-    """Will these members read the same rows in the same order, epoch after epoch?"""
+    """Return whether these members will read the same rows in the same order, epoch after epoch."""
     first = members[0]
     return len(members) > 1 and all(
         member.data.same(first.data)
@@ -332,15 +339,15 @@ def _orders_agree(members: list[Member]) -> bool:
 
 
 def _is_small(nbytes: int, device: torch.device) -> bool:
-    """Whether so many bytes of a device's memory can be had without a thought."""
+    """Return whether this many bytes are small compared to the device's free memory."""
     return nbytes <= SPARE or (device.type == "cuda" and nbytes < memory.unreserved(device) // 8)
 
 
 def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:
-    """Raise now if there is no memory for a step of so many members and its capture: in the middle it is too late.
+    """Raise an error now if there is no memory for a step of this many members and its capture.
 
     Raises:
-        torch.OutOfMemoryError: where there is none.
+        torch.OutOfMemoryError: If there is not enough memory.
     """
     rough, device = members * memory.rough(recipe), recipe.member.device
     if SURE * rough < memory.unreserved(device):
@@ -348,7 +355,7 @@ def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:
     clear()
     try:
         need = memory.analytic(recipe, tier)[1].at(members)
-    except Exception:  # an operator that knows no fake tensors
+    except Exception:  # an operator that does not support fake tensors
         need = float(rough)
     left = memory.unreserved(device)
     if need > left:
