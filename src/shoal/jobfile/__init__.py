@@ -45,7 +45,7 @@ class JobFile:
         """
         jobs: dict[tuple[int, str], list[str]] = {}
         by_text = {repr(name): name for name in self.places}
-        for text in str(error).splitlines():
+        for text in error.lines if isinstance(error, JobError) else str(error).splitlines():
             name, line, rest = self._place(text, by_text)
             jobs.setdefault((line, rest), []).extend([name] if name else [])
         lines = []
