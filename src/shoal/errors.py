@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import re
+
+OF_ONE_JOB = re.compile(r"(?:job '.*?'|member \d+): (.*)", re.DOTALL)
+"""A line about one job of a list, or one member of a pack: the group is the mistake."""
+
 
 class ShoalError(Exception):
     """The base of every exception that Shoal raises on purpose."""
 
 
 class JobError(ShoalError, ValueError):
-    """Mistakes in one or more jobs, found before anything ran, with one line for each in `lines`."""
+    """Mistakes in one or more jobs, found before anything ran, with one line for each in `lines`.
+
+    The message has a mistake that several jobs share once, with the number of the other jobs.
+    """
 
     def __init__(self, *lines: str) -> None:
         self.lines = lines
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(_without_repeats(lines)))
+
+
+def _without_repeats(lines: tuple[str, ...]) -> list[str]:
+    """The lines, with one for all jobs that have the same mistake."""
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        of_one = OF_ONE_JOB.match(line)
+        alike.setdefault(of_one[1] if of_one else line, []).append(line)
+    return [first + (f" (and so for {len(more)} more)" if more else "") for first, *more in alike.values()]
 
 
 class NoSuchJob(JobError, KeyError):

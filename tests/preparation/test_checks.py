@@ -86,6 +86,18 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data": {"input": X.double(), "y": Y}, "model": lambda: nn.Linear(4, 3).float()},
         ["data is float64 and the model float32"],
     ),
+    "bytes": ({"data": (X.byte(), Y)}, ["data is uint8 and the model float32", "x.astype('float32')"]),
+    "doubles to a convolution": (
+        {"data": (X[:, None].double(), Y), "model": lambda: nn.Sequential(nn.Conv1d(1, 3, 4), nn.Flatten())},
+        ["data is float64 and the model float32"],
+    ),
+    "text as lr": ({"hparams": {"lr": "0.1"}}, ["lr is '0.1'", "must be a number, not text"]),
+    "float labels": ({"data": (X, Y.float())}, ["targets are float32", "y.long()"]),
+    "int32 labels": ({"data": (X, Y.int())}, ["targets are int32", "y.long()"]),
+    "tuple of outputs": (
+        {"model": lambda: nn.LSTM(4, 3)},
+        ["outputs tuple", "the model returns a tuple: pass a loss(outputs, targets) that takes a tensor of them"],
+    ),
     "frame": ({"data": (pandas.DataFrame(X.numpy()), Y)}, ["data holds a DataFrame; pass what its to_numpy() gives"]),
     "factory raises": ({"model": broken}, ["building the model raised RuntimeError: no network today"]),
     "dtype without operators": ({"model": with_packed_bits}, ["packed has dtype torch.int4", "use torch.uint8"]),
@@ -106,7 +118,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "metrics without val": ({"metrics": {"m": F.mse_loss}}, ["metrics are set (m)"]),
     "val_every without val": ({"val_every": 2}, ["val_every is 2"]),
     "best without val": ({"keep": "best"}, ["keep is 'best'"]),
-    "stop on nothing": ({"stop": shoal.EarlyStop("accuracy")}, ["stop watches 'accuracy'", "use one of loss"]),
+    "stop on nothing": (
+        {"stop": shoal.EarlyStop("accuracy")},
+        ["stop watches 'accuracy'", "use one of loss, or set val="],
+    ),
     "schedule_every without schedule": ({"schedule_every": "epoch"}, ["schedule_every is 'epoch'"]),
     "bad schedule": ({"schedule": lambda t: "fast"}, ["schedule gave a str"]),
     "raising schedule": ({"schedule": lambda t: 1 / t}, ["schedule(0) raised ZeroDivisionError"]),
@@ -146,6 +161,16 @@ def test_mistakes_of_all_jobs_are_told_at_once() -> None:
     with pytest.raises(shoal.JobError) as caught:
         shoal.train([job(name="a", hparams={"lr": -1.0}), job(name="b"), job(name="c", data=(X, Y + 1))], device="cpu")
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["job 'a'", "job 'c'"]
+
+
+def test_a_mistake_of_many_jobs_is_written_once() -> None:
+    jobs = [job(name=name, hparams={"lr": rate}) for name, rate in (("a", -1.0), ("b", -2.0), ("c", -1.0), ("d", -1.0))]
+    with pytest.raises(shoal.JobError) as caught:
+        shoal.train(jobs, device="cpu")
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("job 'a': lr is -1.0;") and first.endswith("(and so for 2 more)")
+    assert second.startswith("job 'b': lr is -2.0;") and second.endswith("hparams['lr']")
+    assert [line.split(":")[0] for line in caught.value.lines] == ["job 'a'", "job 'b'", "job 'c'", "job 'd'"]
 
 
 def test_the_list_itself() -> None:

@@ -439,6 +439,8 @@ def test_a_new_member_needs_the_settings_that_each_member_was_given() -> None:
         pack.add(net(2), lr=0.1)
     with pytest.raises(ValueError, match="holds a str"):
         pack.step("x", "y")
+    with pytest.raises(ValueError, match="1 tensors; pass inputs and targets"):
+        pack.step(batch(0)[0])
     assert pack.optimizer_state(0)["param_groups"][0]["lr"] == 0.1, "before its first step too"
     pack.remove(0), pack.remove(1)
     with pytest.raises(ValueError, match="no members"):

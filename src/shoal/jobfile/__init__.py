@@ -46,7 +46,7 @@ class JobFile:
         """
         jobs: dict[tuple[int, str], list[str]] = {}
         by_text = {repr(name): name for name in self.places}
-        for text in str(error).splitlines():
+        for text in error.lines if isinstance(error, JobError) else str(error).splitlines():
             name, line, message = self._locate(text, by_text)
             jobs.setdefault((line, message), []).extend([name] if name else [])
         lines = []

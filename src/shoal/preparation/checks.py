@@ -102,14 +102,18 @@ def field_problems(job: Job) -> list[str]:
     if job.stop is not None and job.step is None:
         known = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
         if job.stop.metric not in known:
-            lines.append(f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}")
+            without = ", or set val=" if job.val is None else ""
+            lines.append(
+                f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}{without}"
+            )
     if job.schedule is None and job.schedule_every != "step":
         lines.append(
             f"schedule_every is {job.schedule_every!r} but there is no schedule; set schedule=, or leave it at 'step'"
         )
     rate = job.hparams.get("lr")
     if rate is not None and not _is_valid_rate(rate):
-        lines.append(f"lr is {rate!r}; a learning rate must be 0 or more and finite: change hparams['lr']")
+        rule = "a number, not text" if isinstance(rate, str) else "0 or more and finite"
+        lines.append(f"lr is {rate!r}; a learning rate must be {rule}: change hparams['lr']")
     return lines
 
 

@@ -132,8 +132,7 @@ def step_problems(
             try:
                 loss, logs = job.loss(outputs, targets_of(batch)), {}
             except Exception as error:
-                shapes = f"outputs {_shape(outputs)}, targets {_shape(targets_of(batch))}"
-                return [f"loss raised {describe(error)} ({shapes}); check that they fit each other"]
+                return [_loss_raised(outputs, targets_of(batch), error)]
     if columns is not None:
         columns |= {"loss", *logs}
     return loss_problems(job, loss, logs) or backward_problems(model, loss)
@@ -190,14 +189,29 @@ def _index_problems(member: Member) -> list[str]:
 
 
 def _other_dtype(model: nn.Module, batch: Any, error: Exception) -> str | None:
-    """Return how to fix inputs whose floating-point type differs from that of the weights, such as NumPy's float64."""
+    """Return how to fix inputs whose dtype differs from that of the weights, such as NumPy's float64 or bytes."""
     inputs = [batch[name] for name in batch if name not in TARGETS] if isinstance(batch, Mapping) else batch[:-1]
-    given = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()}
+    given = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)}
     expected = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
-    if "dtype" not in str(error) or len(given) != 1 or len(expected) != 1 or given == expected:
+    text = str(error)
+    if not any(words in text for words in ("dtype", "and bias type", "and weight type")):
+        return None
+    if len(given) != 1 or len(expected) != 1 or given == expected:
         return None
     was, now = (min(dtypes).removeprefix("torch.") for dtypes in (given, expected))
-    return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with x.to({min(expected)})"
+    how = f"x.to({min(expected)}), an array with x.astype('{now}')"
+    return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with {how}"
+
+
+def _loss_raised(outputs: Any, targets: Any, error: Exception) -> str:
+    """Return the message for a loss that raises, with how to fix common causes."""
+    line = f"loss raised {describe(error)} (outputs {_shape(outputs)}, targets {_shape(targets)})"
+    if not isinstance(outputs, Tensor):
+        part = "outputs.logits" if hasattr(outputs, "logits") else "a tensor of them"
+        return f"{line}; the model returns a {type(outputs).__name__}: pass a loss(outputs, targets) that takes {part}"
+    if "Long" in str(error) and isinstance(targets, Tensor) and targets.dtype != torch.int64:
+        return f"{line}; targets are {str(targets.dtype).removeprefix('torch.')}: convert class numbers with y.long()"
+    return f"{line}; check that they fit each other"
 
 
 def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:

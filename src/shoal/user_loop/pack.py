@@ -311,8 +311,8 @@ class Pack:
                     f"the batch has a tensor of shape {list(leaf.shape)}, and per_member=True wants the member axis "
                     f"first: {count} of them"
                 )
-        if not leaves:
-            raise ValueError("the batch is empty; pass step(inputs, targets)")
+        if not leaves or (len(leaves) == 1 and any(member.job.loss is not None for member in self._members.values())):
+            raise ValueError(f"the batch has {len(leaves)} tensors; pass inputs and targets: pack.step(x, y)")
         return [leaf.to(self.device) for leaf in leaves], spec
 
     def _assign_waiting(self, batches: Batches) -> None:
