@@ -258,14 +258,17 @@ class StackedOptimizer:
             used.add(id(row))
             return row if alone and row.device.type == "cpu" and self.span.stack.device.type != "cpu" else row.clone()
 
+        order = [position for group in plan.groups for position in group]
+        saved = self.span.recipes[slot].member.optimizer_state.get("state", {})
         entries: dict[int, dict[str, Tensor]] = {}
         for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
             for i, state in zip(indices, states, strict=True):
                 copies = {name: own_memory(row_of[id(tensor)]) for name, tensor in state.items()}
                 entries[self.span.trained[i]] = torch_entry(rule, copies, hparams[g])
             for position in set(plan.groups[g]) - set(self.span.trained):
-                entries[position] = rule.fresh_entry(self.span.stack.params[position][0], hparams[g])
-        order = [position for group in plan.groups for position in group]
+                earlier = saved.get(order.index(position), {})  # of steps that gave it a gradient
+                fresh = rule.fresh_entry(self.span.stack.params[position][0], hparams[g])
+                entries[position] = copy.deepcopy(earlier) or fresh
         return optimizer_state_dict(plan.skeleton(), [entries.get(p, {}) for p in order], plan.runner.groups())
 
     def schedule_state(self, slot: int) -> dict[str, Any] | None:
