@@ -103,3 +103,25 @@ def test_threads_that_were_asked_for_are_used(monkeypatch: pytest.MonkeyPatch, t
     assert train(threads=2)[1] == {2}
     assert train(out=tmp_path / "run")[1] == {1}  # chosen before the run, and the same when it is resumed
     assert torch.get_num_threads() == 2
+
+
+def test_of_units_that_are_alike_only_the_first_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Threads] = []
+
+    class Counted(Threads):
+        def __init__(self, most: int) -> None:
+            super().__init__(most)
+            made.append(self)
+
+    monkeypatch.setenv("SHOAL_PACK", "")
+    monkeypatch.setattr(tiers_unit, "Threads", Counted)
+    x = torch.randn(64, 6)
+    widths = (6, 6, 6, 5)
+    jobs = [
+        shoal.Job(model=lambda n=n: nn.Linear(6, n), data=(x, x[:, :n]), loss=F.mse_loss, epochs=2, name=f"{i}")
+        for i, n in enumerate(widths)
+    ]
+    results = shoal.train(jobs, device="cpu")
+    assert {result.tier for result in results} == {"serial"}
+    tried = [threads for threads in made if threads._one_seconds]
+    assert len(tried) == len(set(widths))

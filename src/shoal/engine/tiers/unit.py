@@ -4,7 +4,7 @@ batch."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -327,6 +327,13 @@ class Threads:
         return perf_counter() - start
 
 
+def _size_of(unit: Unit) -> Hashable:
+    """Return a key that is equal for units whose steps take about the same time."""
+    model, job = unit.members[0].model, unit.members[0].job
+    weights = sum(param.numel() for param in model.parameters() if not is_lazy(param))
+    return unit.tier, len(unit.members), type(model), weights, job.batch_size
+
+
 class Executor:
     """Runs units on the device. This one runs them one after another."""
 
@@ -335,8 +342,8 @@ class Executor:
 
     def __init__(self, most_threads: int = 0) -> None:
         self.most_threads = most_threads
-        self._threads: dict[int, Threads] = {}
-        """By the index of a unit's first member."""
+        self._threads: dict[Hashable, Threads] = {}
+        """By `_size_of` a unit, so that of many units that are alike only the first tries."""
 
     def run(self, work: list[tuple[Unit, int]], meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
         """Run each unit for its number of batches. An error in one does not keep the others from running.
@@ -355,8 +362,7 @@ class Executor:
         alone: dict[int, str] = {}
         try:
             if self.most_threads > 1:
-                first = unit.members[0].index
-                self._threads.setdefault(first, Threads(self.most_threads)).run(unit, batches)
+                self._threads.setdefault(_size_of(unit), Threads(self.most_threads)).run(unit, batches)
             else:
                 unit.run(batches)
         except Alone as caught:
