@@ -103,14 +103,14 @@ class Explanation:
         parts = _total(self.plan.parts, "memory_bytes")
         less = " (less than the sum: not all jobs run at the same time)" if (parts or 0) > self.memory_bytes else ""
         yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}{less}"
-        known = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
-        if known and len(known) == len(self.plan.parts) and not self.plan.waiting:
+        timed_parts = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
+        if timed_parts and len(timed_parts) == len(self.plan.parts) and not self.plan.waiting:
             packed, alone = 0.0, 0.0
-            for part in known:
+            for part in timed_parts:
                 longest, every = max(self.steps[i] for i in part.members), sum(self.steps[i] for i in part.members)
                 packed += part.predicted["step_seconds"] * longest
                 alone += part.predicted["alone_seconds"] / len(part.members) * every
-            times = [f"{duration(packed)} packed"] if any(part.tier != "serial" for part in known) else []
+            times = [f"{duration(packed)} packed"] if any(part.tier != "serial" for part in timed_parts) else []
             times.append(f"{duration(alone)} one after another")
             yield f"training: about {', '.join(times)} (validation aside, and what other programs take of the cores)"
         elif not self.measured:

@@ -190,8 +190,8 @@ def _open_folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[
     if out is None and not (guarded and find_spec("safetensors")):
         yield None
         return
-    place = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
-    with place as name, RunFolder(Path(name), passing=out is None) as folder:
+    path_context = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
+    with path_context as name, RunFolder(Path(name), passing=out is None) as folder:
         yield folder
 
 
