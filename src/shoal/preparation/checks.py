@@ -100,9 +100,9 @@ def field_problems(job: Job) -> list[str]:
                 "keep is 'best' but there is no val to judge by; set val=, stop=EarlyStop('loss') or keep='last'"
             )
     if job.stop is not None and job.step is None:
-        known = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
-        if job.stop.metric not in known:
-            lines.append(f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}")
+        columns = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
+        if job.stop.metric not in columns:
+            lines.append(f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(columns)}")
     if job.schedule is None and job.schedule_every != "step":
         lines.append(
             f"schedule_every is {job.schedule_every!r} but there is no schedule; set schedule=, or leave it at 'step'"

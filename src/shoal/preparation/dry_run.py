@@ -140,8 +140,10 @@ def step_problems(
 
 
 def read_problems(member: Member, size: int, error: Exception) -> list[str]:
-    """Of a first batch that cannot be read. Where only some of its rows cannot be, they end the job when their turn
-    comes; where each can be read and all together cannot, or none can be, it is a mistake."""
+    """Return a line if no row of the first batch can be read, or only its rows together cannot.
+
+    If only some rows cannot be read, they end the job in training.
+    """
     readable = 0
     for row in range(size):
         try:
@@ -192,11 +194,11 @@ def _index_problems(member: Member) -> list[str]:
 def _other_dtype(model: nn.Module, batch: Any, error: Exception) -> str | None:
     """Return how to fix inputs whose floating-point type differs from that of the weights, such as NumPy's float64."""
     inputs = [batch[name] for name in batch if name not in TARGETS] if isinstance(batch, Mapping) else batch[:-1]
-    given = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()}
+    input_types = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()}
     expected = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
-    if "dtype" not in str(error) or len(given) != 1 or len(expected) != 1 or given == expected:
+    if "dtype" not in str(error) or len(input_types) != 1 or len(expected) != 1 or input_types == expected:
         return None
-    was, now = (min(dtypes).removeprefix("torch.") for dtypes in (given, expected))
+    was, now = (min(dtypes).removeprefix("torch.") for dtypes in (input_types, expected))
     return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with x.to({min(expected)})"
 
 
