@@ -196,7 +196,7 @@ class Callbacks:
         """(callback, member) pairs where the callback has raised: it is not called for that member again."""
 
     def __bool__(self) -> bool:
-        """Whether there are callbacks for `after` to call."""
+        """Return whether there are callbacks for `after` to call."""
         return bool(self._callbacks)
 
     def listeners(self) -> list[Listener]:
