@@ -250,7 +250,7 @@ class _Run:
             self.status = "stopped"
 
     def merged(self) -> nn.Module:
-        """The whole network as it is now."""
+        """Return the whole network as it is now."""
         self.tensors.load_into(self.whole)
         self.method.finish_merge(self.whole, self.tensors.tensors)
         return self.whole

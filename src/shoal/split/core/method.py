@@ -73,7 +73,7 @@ class Method(ABC):
         return self.member.data
 
     def data_on(self, device: torch.device) -> View:
-        """The job's rows on a device."""
+        """Return the job's rows on a device."""
         if device.type == "cpu":
             return self.data
         if device not in self._data:

@@ -132,7 +132,7 @@ class Blocks:
     def gone(self, keep: Keep) -> list[str]:
         """Return the blocks that are not kept."""
         blocks = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
-        return [name for place, name in enumerate(self.modules) if place not in blocks]
+        return [name for index, name in enumerate(self.modules) if index not in blocks]
 
     def absent(self, keep: Keep) -> frozenset[str]:
         """Return the tensors that a part without these blocks does not have."""
