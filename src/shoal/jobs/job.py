@@ -210,6 +210,7 @@ def _is_int(value: object) -> bool:
 
 
 def _shape_problems(job: Job) -> list[str]:
+    """Return a line for each field of the wrong type."""
     lines = []
     if not callable(job.model) or (isinstance(job.model, type) and not issubclass(job.model, nn.Module)):
         lines.append(f"model is {_short(job.model)}; pass an nn.Module, or a function that builds one")
@@ -261,6 +262,7 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _length_problems(job: Job) -> list[str]:
+    """Return a line for each invalid length, size or seed."""
     lines = []
     if (job.epochs is None) == (job.steps is None):
         both = "both epochs and steps" if job.epochs is not None else "neither epochs nor steps"
@@ -283,6 +285,7 @@ def _length_problems(job: Job) -> list[str]:
 
 
 def _training_problems(job: Job) -> list[str]:
+    """Return a line for each invalid setting of the training."""
     lines = []
     for name, allowed in (
         ("schedule_every", ("step", "epoch")),
