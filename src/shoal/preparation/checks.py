@@ -161,6 +161,7 @@ def batch_problems(member: Member) -> list[str]:
 def _pair_problems(
     which: str, view: View | None, why: str = "the loss takes model(*batch[:-1]) and batch[-1]"
 ) -> list[str]:
+    """Return a line if the data is not a pair of inputs and targets, which `why` needs."""
     if view is None or not isinstance(view.source, TensorSource):
         return []
     content = view.source.whole()

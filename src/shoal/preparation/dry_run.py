@@ -203,6 +203,7 @@ def _other_dtype(model: nn.Module, batch: Any, error: Exception) -> str | None:
 
 
 def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:
+    """Return the line for an error that a dry step raised, with advice if batch norm saw one row."""
     job = member.job
     if ONE_VALUE in str(error):
         n = len(member.data)
