@@ -146,6 +146,7 @@ class Describer(Walk):
                 yield from _plain_items(place)
 
     def _text(self, value: Any) -> str:
+        """Describe a value, and record the library of a function, module or class."""
         if not isinstance(value, types.FunctionType | types.ModuleType | type):
             return describe(value)
         library = library_of(value)

@@ -93,6 +93,7 @@ def _longer(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def _compare_job(
     stored: JobTable, old: dict[str, Any], current: JobTable, new: dict[str, Any], diff: Differences
 ) -> None:
+    """Add the differences between a stored job and the current one to `diff`."""
     name = new["name"]
     fields = [key for key in {**new, **old} if key not in (ADDED, CODE, WEIGHTS, KEY)]
     longer = diff.longer.get(name, {})
