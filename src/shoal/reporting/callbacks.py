@@ -239,6 +239,7 @@ def _call(callback: Callback, view: MemberView) -> Ending | None:
 
 
 def _checked(callbacks: Any) -> list[Callback]:
+    """Return the callbacks as a list, or raise a ValueError."""
     if callbacks is None:
         return []
     if callable(callbacks) or isinstance(callbacks, str) or not isinstance(callbacks, Sequence):

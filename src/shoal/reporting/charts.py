@@ -199,6 +199,7 @@ def _column(
 
 
 def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
+    """Draw both axes with their ticks and labels."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y.ticks():
