@@ -55,6 +55,7 @@ def cases(root: Node, problems: Problems) -> list[Case]:
 
 
 def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
+    """Add a problem for each unknown key."""
     for key, child in node.value.items():
         if key in known:
             continue
@@ -140,6 +141,7 @@ class Block:
 
 
 def _blocks(root: Node, shared: dict[str, Node], problems: Problems) -> Iterator[Block]:
+    """Yield the blocks of the file: one for each entry of `[[jobs]]`, or one for the whole file."""
     jobs = root.value.get("jobs")
     if jobs is None:
         name = shared.get("name")
@@ -219,6 +221,7 @@ def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
 
 
 def _check_unique_names(all_cases: list[Case], problems: Problems) -> None:
+    """Add a problem for each name that two jobs have."""
     first_of_name: dict[str, Case] = {}
     for case in all_cases:
         first = first_of_name.setdefault(case.name, case)

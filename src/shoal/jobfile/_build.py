@@ -150,6 +150,7 @@ class Builder:
         return bound(reference, arguments)
 
     def _function(self, name: str, node: Node, known: Mapping[str, Any] = _known.LOSSES) -> Any:
+        """Return the function that a field names; a class is instantiated first."""
         use, _ = split(name, node)
         known = known if name in ("loss", "metric") else {}
         given = CALLED.get(name, 2)
@@ -203,6 +204,7 @@ class Builder:
         return replace(job, schedule=schedule)
 
     def _data(self, field: str, node: Node) -> Any:
+        """Return the data that a field names: a file, built-in data, or the result of a function."""
         use, arguments = split(field, node)
         text = str(use.value)
         suffix = Path(text).suffix.lower()

@@ -60,6 +60,7 @@ def _add_to_path(folder: Path) -> None:
 
 
 def _import_file(where: str, path: Path) -> ModuleType:
+    """Import a file as a module, under a name that is unique."""
     if not os.path.isfile(path):
         why = "is a folder" if os.path.isdir(path) else f"is not there; its path is taken from {str(path.parent)!r}"
         raise NoSuchCode(f"the file {where!r} {why}")
