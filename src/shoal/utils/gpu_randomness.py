@@ -97,6 +97,7 @@ class CounterMode:
         return self._value(_MADE[name], like, _numbers(name, args))
 
     def _value(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
+        """Return the draw with the next number, with the shape and dtype of `like`."""
         draw, device = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,)), self._seed.device
         key = (kind, like.dtype, like.ndim, numbers)
         if key not in self._columns:
