@@ -199,6 +199,7 @@ class _Recorder(TorchFunctionMode):
     def _call_module(
         self, name: str, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Call a module and record it as one call."""
         old_operations, versions, self.inside = self.counter.get_total_flops(), _versions((args, kwargs)), True
         try:
             out = self._run_on_data(name, args, kwargs) if name in self.opaque else plain(module, *args, **kwargs)
@@ -232,6 +233,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def _function(self, func: Any, positional: Any, named: dict[str, Any]) -> fx.Node:
+        """Record a call of a torch function, with `training` taken from the network's mode."""
         if named.get("training") is True:
             named = {**named, "training": self.mode}
         if func is torch.nn.functional.scaled_dot_product_attention and named.get("dropout_p"):
@@ -278,6 +280,7 @@ class _Recorder(TorchFunctionMode):
         return pytree.tree_map(self._argument, value)
 
     def _argument(self, leaf: Any) -> Any:
+        """Return the node of a tensor, or plain data unchanged."""
         if isinstance(leaf, slice):
             return slice(*(self._argument(x) for x in (leaf.start, leaf.stop, leaf.step)))
         if isinstance(leaf, torch.Size):
