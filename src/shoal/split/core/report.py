@@ -153,7 +153,7 @@ def optimizer_state(job: Job, network: nn.Module) -> Tensors:
 
     Empty if the optimizer needs more than gradients.
     """
-    for device in ("meta", "cpu"):  # few optimizers read numbers, and need real ones
+    for device in ("meta", "cpu"):  # some optimizers read values, which meta tensors do not have
         copied = copy.deepcopy(network).to(device)
         for parameter in copied.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -134,6 +134,7 @@ class State:
                 merge_(into[name], near, largest=into is self.moments and name.endswith("/step"))
 
     def _place_moment(self, part_slices: Slices, key: str, value: Tensor, pieces: dict[str, list[Piece]]) -> None:
+        """Add a part's piece of optimizer state to `pieces`, creating the whole tensor if it is new."""
         parameter, _, name = key.rpartition("/")
         piece = part_slices[parameter]
         weight, key_in_whole = self._whole(piece), f"{piece.name}/{name}"

@@ -60,6 +60,7 @@ class Packed(Serial):
         return groups
 
     def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
+        """Train tasks of equal shapes as one pack, which is kept for later rounds."""
         key = (shapes, len(tasks))
         pack = self._packs.pop(key, None)
         if pack is None:
@@ -185,6 +186,7 @@ class _PackedParts:
         self.held += torch.cuda.memory_allocated(device) - old_bytes
 
     def _load(self, tasks: list[Task], readings: list[Reading]) -> None:
+        """Load the tasks' weights and optimizer state into the members."""
         job = self.executor.job
         for index, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
             weights = {name: task.tensors[part_name] for name, part_name in self.names[index].items()}

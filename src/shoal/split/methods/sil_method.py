@@ -163,6 +163,7 @@ class SILMethod(Method):
         self.rounds = self.apart + self.recovery
 
     def _draw(self, target: Any) -> list[Tensor]:
+        """Draw the labels of every cut, or raise a SplitError if there are no classes."""
         output = self.pieces.output
         are_classes = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
         if not are_classes or len(output) != 1:

@@ -88,7 +88,7 @@ def unify(a: Axis, b: Axis) -> None:
         fix(b, f"sizes {a.size} and {b.size} meet")
         return
     if a.factors or a.terms:
-        a, b = b, a  # a leaf goes into whatever the other is
+        a, b = b, a  # a leaf becomes what the other is
     if not (a.factors or a.terms):
         if a.fixed:
             fix(b, a.fixed)
@@ -201,6 +201,7 @@ def _cut(axis: Axis, sizes: list[int]) -> list[Axis]:
 
 
 def _refine_factors(a: Axis, b: Axis) -> None:
+    """Split the factors of two products until they match, and unify them."""
     left, right = _flat(a)[::-1], _flat(b)[::-1]
     while left and right:
         x, y = find(left.pop()), find(right.pop())
