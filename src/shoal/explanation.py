@@ -78,6 +78,7 @@ class Explanation:
             yield [str(number), parts[0].tier, job_names, str(len(names)), *cells, gain], _advice(parts[0])
 
     def _compiling(self) -> Iterator[str]:
+        """Yield a line for each part that may be compiled, with the cost and when it pays off."""
         for part in self.plan.parts:
             if "compile_seconds" not in part.predicted:
                 continue
@@ -90,6 +91,7 @@ class Explanation:
             )
 
     def _waiting(self) -> Iterator[str]:
+        """Yield lines about jobs that wait for memory."""
         if not self.plan.waiting:
             return
         running = sum(len(part.members) for part in self.plan.parts)
@@ -100,6 +102,7 @@ class Explanation:
             yield f"  and {len(self.plan.waiting) - MOST_NAMED} more"
 
     def _totals(self) -> Iterator[str]:
+        """Yield lines with the expected total memory and time."""
         parts = _total(self.plan.parts, "memory_bytes")
         less = " (less than the sum: not all jobs run at the same time)" if (parts or 0) > self.memory_bytes else ""
         yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}{less}"

@@ -172,6 +172,7 @@ class LiveRun:
         return self._completed(timeout, None if timeout is None else time.monotonic() + timeout)
 
     def _completed(self, timeout: float | None, deadline: float | None) -> Iterator[Result]:
+        """Yield results as jobs end, until `deadline`."""
         yielded: set[str] = set()
 
         def seconds_left() -> float | None:

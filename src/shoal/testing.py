@@ -64,6 +64,7 @@ def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 
 
 
 def _arrival(index: int, load: Load, now: float) -> Ticket:
+    """Return the ticket of a load when it arrives."""
     return Ticket(
         index=index,
         name=f"job {index}",
@@ -120,6 +121,7 @@ def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Loa
 
 
 def _check_order(policy: Policy, tickets: list[Ticket], now: float) -> None:
+    """Check that the policy's order has every ticket once, is repeatable and leaves its arguments unchanged."""
     original = list(tickets)
     first, second = policy.order(original, now), policy.order(original, now)
     assert original == tickets, f"{policy.name}: order changed the list it was given; use sorted()"
