@@ -32,7 +32,7 @@ LONGEST = 60.0
 
 class _Progress(NamedTuple):
     status: str
-    """"waiting", "running", or how the job ended."""
+    """The status: "waiting", "running", or how the job ended."""
     epochs: int
     """The number of completed epochs."""
     steps: int

@@ -137,7 +137,7 @@ class Job:
     clip_value: float | None = None
     """Clip each element of the gradients to at most this absolute value; None means no clipping."""
     precision: Literal["bf16", "fp16"] | None = None
-    """"bf16" and "fp16" use autocast, "fp16" with a gradient scaler; None uses the model's own dtype."""
+    """None uses the model's own dtype; "bf16" and "fp16" use autocast, "fp16" with a gradient scaler."""
     average: EMA | SWA | None = None
     """An average of the weights, shoal.EMA(...) or shoal.SWA(...), which validation, `keep` and the result use
     instead of the weights; None means no average."""

@@ -173,7 +173,7 @@ class Ending:
     """How a callback ended its member."""
 
     status: str
-    """"stopped" or "failed"."""
+    """Either "stopped" or "failed"."""
     error: str | None
     """The reason."""
 

@@ -44,7 +44,7 @@ class SilReport(SplitReport):
     distance of its outputs from their class's label, in distances between labels; 0 means that each class is one
     point."""
     costs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """ "whole", "0", "1", ... -> peak_bytes, operations and weight_bytes of one training step."""
+    """Costs of one training step (peak_bytes, operations, weight_bytes) by part: "whole", "0", "1", ..."""
     cut_bytes_predicted: int = 0
     """The bytes that cross the cuts: labels once (A), or activations in every epoch (B, heads)."""
     cut_bytes_measured: int = 0

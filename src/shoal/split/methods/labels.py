@@ -35,8 +35,8 @@ class Labels:
     """Standard deviation, in units of `scale`, of the noise that is added to the labels which the part after the cut
     reads."""
     layout: Layout = "full"
-    """ "full": a number for each element that crosses. "channel": one number for each channel, the same at every
-    place."""
+    """With "full", every element that crosses has its own number; with "channel", all elements of a channel share
+    one."""
 
     def __post_init__(self) -> None:
         check_choice("distribution", self.distribution, get_args(Distribution))

@@ -43,7 +43,7 @@ class Group:
     size: int
     """The number of units."""
     kind: str
-    """"neuron", "channel", "head" or "block"."""
+    """What a unit is: "neuron", "channel", "head" or "block"."""
     uses: tuple[Use, ...]
     exact: bool = True
     """Whether the narrow network computes what the whole one does without the missing units. It does not if a layer
