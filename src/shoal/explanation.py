@@ -78,6 +78,7 @@ class Explanation:
             yield [str(number), parts[0].tier, job_names, str(len(names)), *cells, gain], _advice(parts[0])
 
     def _compiling(self) -> Iterator[str]:
+        """Yield a line for each part that may be compiled, with the cost and when it pays off."""
         for part in self.plan.parts:
             if "compile_seconds" not in part.predicted:
                 continue
@@ -90,6 +91,7 @@ class Explanation:
             )
 
     def _waiting(self) -> Iterator[str]:
+        """Yield lines about jobs that wait for memory."""
         if not self.plan.waiting:
             return
         running = sum(len(part.members) for part in self.plan.parts)
@@ -100,17 +102,18 @@ class Explanation:
             yield f"  and {len(self.plan.waiting) - MOST_NAMED} more"
 
     def _totals(self) -> Iterator[str]:
+        """Yield lines with the expected total memory and time."""
         parts = _total(self.plan.parts, "memory_bytes")
         less = " (less than the sum: not all jobs run at the same time)" if (parts or 0) > self.memory_bytes else ""
         yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}{less}"
-        known = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
-        if known and len(known) == len(self.plan.parts) and not self.plan.waiting:
+        timed_parts = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
+        if timed_parts and len(timed_parts) == len(self.plan.parts) and not self.plan.waiting:
             packed, alone = 0.0, 0.0
-            for part in known:
+            for part in timed_parts:
                 longest, every = max(self.steps[i] for i in part.members), sum(self.steps[i] for i in part.members)
                 packed += part.predicted["step_seconds"] * longest
                 alone += part.predicted["alone_seconds"] / len(part.members) * every
-            times = [f"{duration(packed)} packed"] if any(part.tier != "serial" for part in known) else []
+            times = [f"{duration(packed)} packed"] if any(part.tier != "serial" for part in timed_parts) else []
             times.append(f"{duration(alone)} one after another")
             yield f"training: about {', '.join(times)} (validation aside, and what other programs take of the cores)"
         elif not self.measured:

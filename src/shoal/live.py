@@ -32,7 +32,7 @@ LONGEST = 60.0
 
 class _Progress(NamedTuple):
     status: str
-    """"waiting", "running", or how the job ended."""
+    """The status: "waiting", "running", or how the job ended."""
     epochs: int
     """The number of completed epochs."""
     steps: int
@@ -172,6 +172,7 @@ class LiveRun:
         return self._completed(timeout, None if timeout is None else time.monotonic() + timeout)
 
     def _completed(self, timeout: float | None, deadline: float | None) -> Iterator[Result]:
+        """Yield results as jobs end, until `deadline`."""
         yielded: set[str] = set()
 
         def seconds_left() -> float | None:

@@ -227,12 +227,12 @@ class Results(Sequence[Result]):
                 the name: "min" for a loss or an error, "max" for an accuracy or a score.
         """
         scores = [(result.value(metric), result) for result in self]
-        known = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
-        if not known:
+        finite_scores = [(score, result) for score, result in scores if score is not None and math.isfinite(score)]
+        if not finite_scores:
             raise ValueError(
                 f"no result has a value of {metric!r}; the histories have: {', '.join(self.columns()) or 'nothing'}"
             )
-        return (max if self._mode(metric, mode) == "max" else min)(known, key=lambda pair: pair[0])[1]
+        return (max if self._mode(metric, mode) == "max" else min)(finite_scores, key=lambda pair: pair[0])[1]
 
     def _mode(self, metric: str, mode: str | None) -> str:
         if mode in ("min", "max"):

@@ -64,6 +64,7 @@ def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 
 
 
 def _arrival(index: int, load: Load, now: float) -> Ticket:
+    """Return the ticket of a load when it arrives."""
     return Ticket(
         index=index,
         name=f"job {index}",
@@ -120,9 +121,10 @@ def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Loa
 
 
 def _check_order(policy: Policy, tickets: list[Ticket], now: float) -> None:
-    given = list(tickets)
-    first, second = policy.order(given, now), policy.order(given, now)
-    assert given == tickets, f"{policy.name}: order changed the list it was given; use sorted()"
+    """Check that the policy's order has every ticket once, is repeatable and leaves its arguments unchanged."""
+    original = list(tickets)
+    first, second = policy.order(original, now), policy.order(original, now)
+    assert original == tickets, f"{policy.name}: order changed the list it was given; use sorted()"
     assert sorted(t.index for t in first) == sorted(t.index for t in tickets), (
         f"{policy.name}: order gave {[t.index for t in first]} for {[t.index for t in tickets]}; each must come once"
     )

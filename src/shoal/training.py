@@ -191,8 +191,8 @@ def _open_folder(out: str | os.PathLike[str] | None, guarded: bool) -> Iterator[
     if out is None and not (guarded and find_spec("safetensors")):
         yield None
         return
-    place = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
-    with place as name, RunFolder(Path(name), passing=out is None) as folder:
+    path_context = tempfile.TemporaryDirectory(prefix="shoal-") if out is None else nullcontext(str(out))
+    with path_context as name, RunFolder(Path(name), passing=out is None) as folder:
         yield folder
 
 
@@ -246,6 +246,7 @@ class _Work:
             self._in_this_process(alive)
 
     def _in_this_process(self, alive: list[Member]) -> None:
+        """Plan, report the start, and train in this process, shared with others if that is allowed."""
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._report_start(planning.propose(alive, settings.policy) if alive else None)
@@ -279,6 +280,7 @@ class _Work:
         return self.threads
 
     def _guarded(self, alive: list[Member]) -> None:
+        """Train in a child process, which protects this process from CUDA errors, or here if that is not possible."""
         device = self.settings.device
         self._report_start(None)
         try:
@@ -295,6 +297,7 @@ class _Work:
         return not (ordered or self.calls or self.controls)
 
     def _planning(self, members: Sequence[Member]) -> PlanningContext:
+        """Return the planning context of these members, and watch their Python state if it may have to be saved."""
         settings = self.settings
         with garbage_collection.frozen():
             planning = PlanningContext(
@@ -318,6 +321,7 @@ class _Work:
         return planning
 
     def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener, **more: Any) -> Run:
+        """Return the run that trains these members."""
         return Run(
             members, planning, policy=self.settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
             save_every=self.settings.checkpoint_every, controls=self.controls, **({"supervisor": self.search} | more),

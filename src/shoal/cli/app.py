@@ -36,9 +36,9 @@ class LazyGroup(TyperGroup):
     """Lists commands from `COMMANDS` and loads only the one that runs, so that `--help` is quick."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        name, _, rest = super().resolve_command(ctx, args)
+        name, _, remaining = super().resolve_command(ctx, args)
         assert name is not None
-        return name, load(name), rest
+        return name, load(name), remaining
 
 
 def load(name: str) -> Any:
@@ -62,8 +62,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         from shoal.version import version
 
         typer.echo(f"shoal {version()}")

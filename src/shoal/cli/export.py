@@ -51,6 +51,7 @@ def export(
 
 
 def _chosen(results: "Results", job: str | None, best: str | None, mode: Any) -> "Result":
+    """Return the result that `--job` or `--best` chooses."""
     if job is not None and best is not None:
         raise typer.BadParameter("--job and --best both say which job; use one of them")
     if job is not None:
@@ -93,6 +94,7 @@ def _write(result: "Result", file: Path, shape: str | None, dtype: str | None) -
 
 
 def _write_program(result: "Result", file: Path, shape: str, dtype: str | None) -> None:
+    """Export the network with torch.export, with a dynamic batch size."""
     import torch
 
     from shoal.errors import ShoalError, describe

@@ -149,6 +149,7 @@ def load_network(target: str, workers: str) -> tuple[Any, Any, int | None, str]:
 
 
 def network_of(jobs: "list[Job]", target: str, workers: str) -> tuple[Any, Any, int | None, str]:
+    """Return the network of the only job, a sample, a worker's rows, and the type of its optimizer."""
     import torch
 
     from shoal.place.training.roles import Built, Roles

@@ -93,11 +93,11 @@ def split(
     from shoal.split.net.run import Place, Run
 
     loaded = load_target(target)
-    place = Place(coordinator=coordinator, join=join, local=local, shard=shard)
+    role = Place(coordinator=coordinator, join=join, local=local, shard=shard)
     run = Run(
         job=_only(loaded.jobs, target),
         given={name: options[name] for name in SETTINGS if options[name] is not None},
-        place=place,
+        place=role,
         device=device or "cpu",
         out=str(out) if out is not None else loaded.settings.get("out"),
         checkpoint_every=checkpoint_every or loaded.settings.get("checkpoint_every", "60s"),

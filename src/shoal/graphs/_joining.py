@@ -55,6 +55,7 @@ class _ArgumentJoiner:
             self.device = self.graph.call_function(getattr, (node, "device"))
 
     def arguments(self, one: Any, other: Any) -> Any:
+        """Return the joined arguments, or raise a GraphError if the recordings differ otherwise."""
         if isinstance(one, fx.Node):
             if not isinstance(other, fx.Node) or one.name != other.name:
                 raise GraphError(OTHER_ROWS)
@@ -82,6 +83,7 @@ class _ArgumentJoiner:
 
 
 def _meta(one: fx.Node, other: fx.Node, known: dict[fx.Node, fx.Node]) -> dict[str, Any]:
+    """Return the metadata of a joined call, with sizes that depend on the rows."""
     meta: dict[str, Any] = {
         "operations": Extent.through((one.meta.get("operations", 0), other.meta.get("operations", 0)))
     }

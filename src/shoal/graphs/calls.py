@@ -129,12 +129,12 @@ def rows_of(sample: Any) -> int:
 
 
 def size_for(rows: int, fixed: int, numerator: int, denominator: int) -> int:
-    """A size that follows the number of rows."""
+    """Return a size that depends on the number of rows."""
     return fixed + rows * numerator // denominator
 
 
 def rows_in(tensor: Tensor, dimension: int, fixed: int, numerator: int, denominator: int) -> int:
-    """The number of rows that a tensor's size stands for: the inverse of `size_for`."""
+    """Return the number of rows that a tensor's size implies, the inverse of `size_for`."""
     return (tensor.shape[dimension] - fixed) * denominator // numerator
 
 

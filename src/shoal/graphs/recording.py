@@ -187,25 +187,26 @@ class _Recorder(TorchFunctionMode):
         finally:
             nn.Module.__call__ = original_call  # type: ignore[method-assign]
 
-    def _is_leaf(self, module: nn.Module, name: str, given: Any) -> bool:
+    def _is_leaf(self, module: nn.Module, name: str, arguments: Any) -> bool:
         """Return whether a module is recorded as one call: torch's own layers, and others that contain no modules."""
         if name in self.opaque:
             return True
         if type(module).__module__.startswith("torch.nn"):
             return not isinstance(module, CONTAINERS)
-        plain = all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in pytree.tree_leaves(given))
+        plain = all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in pytree.tree_leaves(arguments))
         return plain and next(module.children(), None) is None
 
     def _call_module(
         self, name: str, plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Call a module and record it as one call."""
         old_operations, versions, self.inside = self.counter.get_total_flops(), _versions((args, kwargs)), True
         try:
             out = self._run_on_data(name, args, kwargs) if name in self.opaque else plain(module, *args, **kwargs)
         finally:
             self.inside = False
-        given, named = self._arguments(args), self._arguments(kwargs)
-        self._finish(self.graph.call_module(name, given, named), out, old_operations, _changed(versions))
+        positional, named = self._arguments(args), self._arguments(kwargs)
+        self._finish(self.graph.call_module(name, positional, named), out, old_operations, _changed(versions))
         return out
 
     def _run_on_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,19 +232,20 @@ class _Recorder(TorchFunctionMode):
             self._finish(node, out, old_operations, changed)
         return out
 
-    def _function(self, func: Any, given: Any, named: dict[str, Any]) -> fx.Node:
+    def _function(self, func: Any, positional: Any, named: dict[str, Any]) -> fx.Node:
+        """Record a call of a torch function, with `training` taken from the network's mode."""
         if named.get("training") is True:
             named = {**named, "training": self.mode}
         if func is torch.nn.functional.scaled_dot_product_attention and named.get("dropout_p"):
             named = {**named, "dropout_p": self.graph.call_function(operator.mul, (named["dropout_p"], self.mode))}
         if getattr(func, "__name__", "") == "__get__":  # a property, such as x.mT
-            return self.graph.call_function(getattr, (given[0], func.__self__.__name__))
+            return self.graph.call_function(getattr, (positional[0], func.__self__.__name__))
         if (
             getattr(func, "__objclass__", None) is not None
             or getattr(Tensor, getattr(func, "__name__", ""), None) is func
         ):
-            return self.graph.call_method(func.__name__, given, named)
-        return self.graph.call_function(func, given, named)
+            return self.graph.call_method(func.__name__, positional, named)
+        return self.graph.call_function(func, positional, named)
 
     # --- tensors and nodes ------------------------------------------------------------------------------------------
 
@@ -278,6 +280,7 @@ class _Recorder(TorchFunctionMode):
         return pytree.tree_map(self._argument, value)
 
     def _argument(self, leaf: Any) -> Any:
+        """Return the node of a tensor, or plain data unchanged."""
         if isinstance(leaf, slice):
             return slice(*(self._argument(x) for x in (leaf.start, leaf.stop, leaf.step)))
         if isinstance(leaf, torch.Size):

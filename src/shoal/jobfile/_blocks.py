@@ -55,13 +55,14 @@ def cases(root: Node, problems: Problems) -> list[Case]:
 
 
 def _check_keys(node: Node, known: tuple[str, ...], problems: Problems) -> None:
+    """Add a problem for each unknown key."""
     for key, child in node.value.items():
         if key in known:
             continue
         if key in OPTIMIZER_WORDS:
-            word = "lr" if key == "learning_rate" else key
+            option = "lr" if key == "learning_rate" else key
             problems.add(
-                child, f"key {key!r} is not known here; settings of the optimizer go into hparams: hparams.{word}"
+                child, f"key {key!r} is not known here; settings of the optimizer go into hparams: hparams.{option}"
             )
         elif key in TOP:
             problems.add(child, f"key {key!r} belongs to the top of the file, not here; move it there")
@@ -140,6 +141,7 @@ class Block:
 
 
 def _blocks(root: Node, shared: dict[str, Node], problems: Problems) -> Iterator[Block]:
+    """Yield the blocks of the file: one for each entry of `[[jobs]]`, or one for the whole file."""
     jobs = root.value.get("jobs")
     if jobs is None:
         name = shared.get("name")
@@ -178,13 +180,13 @@ def _paths(node: Node, path: Keys, problems: Problems) -> Iterator[tuple[Keys, l
     if not node.value:
         problems.add(node, f"{'.'.join(('grid', *path))} is empty; give it lists of values, or remove it")
     for key, child in node.value.items():
-        here = (*path, *key.split("."))
-        if here[0] not in AXES:
-            _check_keys(Node({here[0]: child}, child.line), AXES, problems)
+        key_path = (*path, *key.split("."))
+        if key_path[0] not in AXES:
+            _check_keys(Node({key_path[0]: child}, child.line), AXES, problems)
         elif child.is_table:
-            yield from _paths(child, here, problems)
+            yield from _paths(child, key_path, problems)
         else:
-            yield here, _axis(".".join(("grid", *here)), child, "a list of values", problems)
+            yield key_path, _axis(".".join(("grid", *key_path)), child, "a list of values", problems)
 
 
 def _axis(label: str, node: Node, expected: str, problems: Problems) -> list[Node]:
@@ -209,19 +211,20 @@ def _seeds(node: Node, problems: Problems) -> list[Node]:
 
 def _set(table: dict[str, Node], path: Keys, value: Node) -> None:
     """Set a value at a path, copying the tables on the way."""
-    head, rest = path[0], path[1:]
+    head, remaining = path[0], path[1:]
     inner = table.get(head)
-    if rest:
+    if remaining:
         copy = dict(inner.value) if inner is not None and inner.is_table else {}
-        _set(copy, rest, value)
+        _set(copy, remaining, value)
         value = Node(copy, inner.line if inner is not None else value.line)
     table[head] = value
 
 
 def _check_unique_names(all_cases: list[Case], problems: Problems) -> None:
-    seen: dict[str, Case] = {}
+    """Add a problem for each name that two jobs have."""
+    first_of_name: dict[str, Case] = {}
     for case in all_cases:
-        first = seen.setdefault(case.name, case)
+        first = first_of_name.setdefault(case.name, case)
         if first is not case:
             line = case.fields.get("name", case.line)
             problems.add(

@@ -97,15 +97,15 @@ class Builder:
             raise Mistake(case.line, f"a job has no {' and no '.join(missing)}; set {' = ..., '.join(missing)} = ...")
         return True
 
-    def _job(self, values: dict[str, Any], place: Places) -> Job:
+    def _job(self, values: dict[str, Any], places: Places) -> Job:
         try:
             return Job(**values)
         except JobError as error:
             label = f"job {values['name']!r}: "
             lines = [text.removeprefix(label).replace("True or False", "true or false") for text in error.lines]
         for line in lines:
-            self.problems.add(place.line_of(line), line)
-        raise Mistake(place.line_of(lines[0]), lines[0])
+            self.problems.add(places.line_of(line), line)
+        raise Mistake(places.line_of(lines[0]), lines[0])
 
     def _check_hparams(self, optimizer: Any, case: Case) -> None:
         hparams = case.fields.get("hparams", Node({}, case.line))
@@ -150,22 +150,23 @@ class Builder:
         return bound(reference, arguments)
 
     def _function(self, name: str, node: Node, known: Mapping[str, Any] = _known.LOSSES) -> Any:
+        """Return the function that a field names; a class is instantiated first."""
         use, _ = split(name, node)
         known = known if name in ("loss", "metric") else {}
         given = CALLED.get(name, 2)
         if not isinstance(find(name, use, known, self.folder), type):
             return self._reference(name, node, known, given)
         make = self._reference(name, node, known)  # a class such as nn.CrossEntropyLoss is built once, then called
-        made = guarded(use, f"{name}: building {use.value!r}", make)
-        check_arguments(name, use, made, {}, given)
-        return made
+        function = guarded(use, f"{name}: building {use.value!r}", make)
+        check_arguments(name, use, function, {}, given)
+        return function
 
     def _metrics(self, node: Node) -> dict[str, Any]:
-        made = {}
+        metrics = {}
         for key, child in node.value.items():
             table = child if child.is_table else Node({"use": child}, child.line)
-            made[key] = self._function("metric", table, _known.METRICS)
-        return made
+            metrics[key] = self._function("metric", table, _known.METRICS)
+        return metrics
 
     def _model(self, node: Node) -> Any:
         use, arguments = split("model", node)
@@ -203,6 +204,7 @@ class Builder:
         return replace(job, schedule=schedule)
 
     def _data(self, field: str, node: Node) -> Any:
+        """Return the data that a field names: a file, built-in data, or the result of a function."""
         use, arguments = split(field, node)
         text = str(use.value)
         suffix = Path(text).suffix.lower()
@@ -236,8 +238,8 @@ class Builder:
         if not 0 < number < 1:
             raise Mistake(share, f"val is {share.shown()}; use a share of the rows between 0 and 1, or data")
         key = ("share", id(data), number, seed)
-        made = self._once(key, node.line, lambda: (data, *self._split_rows(node, data, number, seed)))
-        return made[1], made[2]
+        rows = self._once(key, node.line, lambda: (data, *self._split_rows(node, data, number, seed)))
+        return rows[1], rows[2]
 
     def _split_rows(self, node: Node, data: Any, share: float, seed: int) -> tuple[Rows, Rows]:
         if gives_batches(data):

@@ -72,7 +72,7 @@ def _read_arrays(file: Path) -> Any:
 
             return load_file(file)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what it cannot read: reported below
+            warnings.simplefilter("ignore")  # torch warns of files that it cannot read, which are reported below
             return torch.load(file, map_location="cpu", weights_only=True)
     except ImportError:
         raise
@@ -81,6 +81,7 @@ def _read_arrays(file: Path) -> Any:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
+    """Return an array as a tensor, with large unsigned integers as int64."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, np.ndarray):

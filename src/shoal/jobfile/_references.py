@@ -144,8 +144,8 @@ def bound(function: Callable[..., Any], arguments: Mapping[str, Node]) -> Callab
     if not arguments:
         return function
     plain = {name: node.plain() for name, node in arguments.items()}
-    made = partial(function, **plain)
+    bound_function = partial(function, **plain)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     arguments_text = ", ".join(f"{key}={value!r}" for key, value in plain.items())
-    made.__qualname__ = f"{name}({arguments_text})"  # type: ignore[attr-defined]  # a run folder distinguishes jobs by it
-    return made
+    bound_function.__qualname__ = f"{name}({arguments_text})"  # type: ignore[attr-defined]  # a run folder distinguishes jobs by it
+    return bound_function

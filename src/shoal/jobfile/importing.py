@@ -45,10 +45,10 @@ def place_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"
     trace, last = error.__traceback__, ""
-    here = Path(__file__).parents[1]
+    package = Path(__file__).parents[1]
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
-        if here not in file.parents and "importlib" not in str(file) and "site-packages" not in file.parts:
+        if package not in file.parents and "importlib" not in str(file) and "site-packages" not in file.parts:
             last = f" ({file.name}:{trace.tb_lineno})"
         trace = trace.tb_next
     return last
@@ -60,16 +60,17 @@ def _add_to_path(folder: Path) -> None:
 
 
 def _import_file(where: str, path: Path) -> ModuleType:
+    """Import a file as a module, under a name that is unique."""
     if not os.path.isfile(path):
         why = "is a folder" if os.path.isdir(path) else f"is not there; its path is taken from {str(path.parent)!r}"
         raise NoSuchCode(f"the file {where!r} {why}")
     path = path.resolve()
     _add_to_path(path.parent)
     name = path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None or name in sys.stdlib_module_names or not name.isidentifier():
         name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             return sys.modules[name]

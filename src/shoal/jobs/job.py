@@ -137,7 +137,7 @@ class Job:
     clip_value: float | None = None
     """Clip each element of the gradients to at most this absolute value; None means no clipping."""
     precision: Literal["bf16", "fp16"] | None = None
-    """"bf16" and "fp16" use autocast, "fp16" with a gradient scaler; None uses the model's own dtype."""
+    """None uses the model's own dtype; "bf16" and "fp16" use autocast, "fp16" with a gradient scaler."""
     average: EMA | SWA | None = None
     """An average of the weights, shoal.EMA(...) or shoal.SWA(...), which validation, `keep` and the result use
     instead of the weights; None means no average."""
@@ -210,6 +210,7 @@ def _is_int(value: object) -> bool:
 
 
 def _shape_problems(job: Job) -> list[str]:
+    """Return a line for each field of the wrong type."""
     lines = []
     if not callable(job.model) or (isinstance(job.model, type) and not issubclass(job.model, nn.Module)):
         lines.append(f"model is {_short(job.model)}; pass an nn.Module, or a function that builds one")
@@ -261,6 +262,7 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _length_problems(job: Job) -> list[str]:
+    """Return a line for each invalid length, size or seed."""
     lines = []
     if (job.epochs is None) == (job.steps is None):
         both = "both epochs and steps" if job.epochs is not None else "neither epochs nor steps"
@@ -283,6 +285,7 @@ def _length_problems(job: Job) -> list[str]:
 
 
 def _training_problems(job: Job) -> list[str]:
+    """Return a line for each invalid setting of the training."""
     lines = []
     for name, allowed in (
         ("schedule_every", ("step", "epoch")),

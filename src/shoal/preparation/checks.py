@@ -100,11 +100,11 @@ def field_problems(job: Job) -> list[str]:
                 "keep is 'best' but there is no val to judge by; set val=, stop=EarlyStop('loss') or keep='last'"
             )
     if job.stop is not None and job.step is None:
-        known = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
-        if job.stop.metric not in known:
+        columns = ["loss", *(["val_loss", *metric_columns(job)] if job.val is not None else [])]
+        if job.stop.metric not in columns:
             without = ", or set val=" if job.val is None else ""
             lines.append(
-                f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(known)}{without}"
+                f"stop watches {job.stop.metric!r}, which it does not have; use one of {', '.join(columns)}{without}"
             )
     if job.schedule is None and job.schedule_every != "step":
         lines.append(
@@ -165,6 +165,7 @@ def batch_problems(member: Member) -> list[str]:
 def _pair_problems(
     which: str, view: View | None, why: str = "the loss takes model(*batch[:-1]) and batch[-1]"
 ) -> list[str]:
+    """Return a line if the data is not a pair of inputs and targets, which `why` needs."""
     if view is None or not isinstance(view.source, TensorSource):
         return []
     content = view.source.whole()

@@ -139,8 +139,10 @@ def step_problems(
 
 
 def read_problems(member: Member, size: int, error: Exception) -> list[str]:
-    """Of a first batch that cannot be read. Where only some of its rows cannot be, they end the job when their turn
-    comes; where each can be read and all together cannot, or none can be, it is a mistake."""
+    """Return a line if no row of the first batch can be read, or only its rows together cannot.
+
+    If only some rows cannot be read, they end the job in training.
+    """
     readable = 0
     for row in range(size):
         try:
@@ -215,6 +217,7 @@ def _loss_raised(outputs: Any, targets: Any, error: Exception) -> str:
 
 
 def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:
+    """Return the line for an error that a dry step raised, with advice if batch norm saw one row."""
     job = member.job
     if ONE_VALUE in str(error):
         n = len(member.data)

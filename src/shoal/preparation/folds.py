@@ -66,6 +66,7 @@ def _check(k: Any, rows: int, shuffle: Any) -> None:
 
 
 def _fold_of_rows(view: View, k: int, stratify: Any, groups: Any, shuffle: bool, seed: int) -> Numbers:
+    """Return the fold in which each row is validated."""
     permute = _fold_rows.permuting(shuffle, seed)
     classes = None if stratify is None else _row_labels("stratify", stratify, view)
     group_of = None if groups is None else _row_labels("groups", groups, view)

@@ -173,7 +173,7 @@ class Ending:
     """How a callback ended its member."""
 
     status: str
-    """"stopped" or "failed"."""
+    """Either "stopped" or "failed"."""
     error: str | None
     """The reason."""
 
@@ -196,7 +196,7 @@ class Callbacks:
         """(callback, member) pairs where the callback has raised: it is not called for that member again."""
 
     def __bool__(self) -> bool:
-        """Whether there are callbacks for `after` to call."""
+        """Return whether there are callbacks for `after` to call."""
         return bool(self._callbacks)
 
     def listeners(self) -> list[Listener]:
@@ -239,6 +239,7 @@ def _call(callback: Callback, view: MemberView) -> Ending | None:
 
 
 def _checked(callbacks: Any) -> list[Callback]:
+    """Return the callbacks as a list, or raise a ValueError."""
     if callbacks is None:
         return []
     if callable(callbacks) or isinstance(callbacks, str) or not isinstance(callbacks, Sequence):

@@ -52,8 +52,8 @@ class Scale:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             if last - first >= 2:
                 return [10.0**power for power in range(first, last + 1, 1 + (last - first) // most)]
-            fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
-            return [tick for tick in fine if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
+            candidates = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+            return [tick for tick in candidates if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
         rough = (self.high - self.low) / most
         size = 10.0 ** math.floor(math.log10(rough))
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
@@ -199,6 +199,7 @@ def _column(
 
 
 def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
+    """Draw both axes with their ticks and labels."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y.ticks():

@@ -44,8 +44,8 @@ class MLflow(Logger):
             raise ImportError("MLflow needs the mlflow package: pip install 'shoal[mlflow]'") from None
         self.group = group or time.strftime("shoal-%Y%m%d-%H%M%S")
         self._client: Any = MlflowClient(tracking_uri=None if tracking_uri is None else str(tracking_uri))
-        known = self._client.get_experiment_by_name(experiment)
-        self._experiment = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        existing = self._client.get_experiment_by_name(experiment)
+        self._experiment = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
         self._parent = ""
         self._runs: dict[str, str] = {}
         self._steps: dict[str, int] = {}

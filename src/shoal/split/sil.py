@@ -44,7 +44,7 @@ class SilReport(SplitReport):
     distance of its outputs from their class's label, in distances between labels; 0 means that each class is one
     point."""
     costs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """ "whole", "0", "1", ... -> peak_bytes, operations and weight_bytes of one training step."""
+    """Costs of one training step (peak_bytes, operations, weight_bytes) by part: "whole", "0", "1", ..."""
     cut_bytes_predicted: int = 0
     """The bytes that cross the cuts: labels once (A), or activations in every epoch (B, heads)."""
     cut_bytes_measured: int = 0
@@ -150,12 +150,14 @@ def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict
     return joined, alone
 
 
-def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any, total: Counter[str]) -> tuple[Tensor]:
+def _through(
+    way: SILMethod, index: int, part: nn.Module, inputs: Any, batch: Any, total: Counter[str]
+) -> tuple[Tensor]:
     """Run one part on one batch, add its loss and accuracy to `total`, and return its output as the next part's
     input."""
     rows, target = batch_rows(batch), batch[-1]
-    last, loss = place == way.count - 1, way.source.loss
-    output: Tensor = (part.body if isinstance(part, WithHead) else part)(*given)
+    last, loss = index == way.count - 1, way.source.loss
+    output: Tensor = (part.body if isinstance(part, WithHead) else part)(*inputs)
     total["rows"] += rows
     if last or isinstance(part, WithHead):
         outputs = part.head(output) if isinstance(part, WithHead) else output
@@ -164,7 +166,7 @@ def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any
         if _has_classes(outputs, target):
             total["accuracy"] += float((outputs.argmax(1) == target).sum())  # type: ignore[assignment]
     else:
-        table = way.tables[place]
+        table = way.tables[index]
         assert way.labels is not None
         total["loss"] += float(way.labels.loss(output, table, target)) * rows  # type: ignore[assignment]
         total["accuracy"] += float((nearest(output, table) == target).sum())  # type: ignore[assignment]
@@ -174,14 +176,14 @@ def _through(way: SILMethod, place: int, part: nn.Module, given: Any, batch: Any
 
 def _has_classes(output: Tensor, target: Any) -> bool:
     """Return whether the targets are classes and the outputs their scores."""
-    whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
-    return whole and output.dim() == 2 and output.shape[1] > 1
+    are_classes = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+    return are_classes and output.dim() == 2 and output.shape[1] > 1
 
 
-def _spread(given: Tensor, table: Tensor, target: Tensor) -> Tensor:
+def _spread(outputs: Tensor, table: Tensor, target: Tensor) -> Tensor:
     """Return the distance of each row from the nearest label of its class, in mean distances between labels of
     classes."""
-    flat, vectors = given.flatten(1).float(), table.flatten(2).float()
+    flat, vectors = outputs.flatten(1).float(), table.flatten(2).float()
     distances = torch.cdist(vectors[:, 0], vectors[:, 0])
     mean_distance = distances.sum() / max(1, len(distances) * (len(distances) - 1))
     distance: Tensor = torch.linalg.vector_norm(flat.unsqueeze(1) - vectors[target], dim=2).min(1).values

@@ -143,6 +143,7 @@ class _Run:
             folder.save(self)
 
     def _round(self) -> None:
+        """Train one round: distribute the parts, merge their outcomes, and add a row to the history if it is due."""
         workers = self.executor.roll(self.round)
         if not workers:
             raise SplitError("there are no workers; a round needs at least one")
@@ -211,6 +212,7 @@ class _Run:
         report.peak_predicted = {name: cost.peak_bytes for name, cost in part_costs(self.method, parts).items()}
 
     def _account(self, tasks: Sequence[Task], outcomes: Sequence[Outcome | None], seconds: float) -> None:
+        """Add the bytes, seconds and memory of a round to the report."""
         report = self.report
         now = getattr(self.executor, "moved", None)
         if now is None:
@@ -250,7 +252,7 @@ class _Run:
             self.status = "stopped"
 
     def merged(self) -> nn.Module:
-        """The whole network as it is now."""
+        """Return the whole network as it is now."""
         self.tensors.load_into(self.whole)
         self.method.finish_merge(self.whole, self.tensors.tensors)
         return self.whole

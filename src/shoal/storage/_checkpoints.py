@@ -76,6 +76,7 @@ class Checkpoints:
             self.errors.append(error)
 
     def _write_all(self, copies: list[Copy]) -> list[OSError | None]:
+        """Write checkpoints and histories, remove old files, and return the errors."""
         files, failed = [], list[OSError | None]()
         for copy in copies:
             folder = self.folder / f"{copy.index:04d}"

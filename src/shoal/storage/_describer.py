@@ -84,8 +84,8 @@ class Describer(Walk):
         """Attributes that are included once their name is mentioned."""
         super().__init__({**roots, "model": model}, skip=model)
         networks = {path for path, value in self.reached if path[0] == "model" and isinstance(value, nn.Module)}
-        given = (((name,), value) for name, value in roots.items())
-        for path, value in (*given, *self.reached, *self._values()):
+        root_values = (((name,), value) for name, value in roots.items())
+        for path, value in (*root_values, *self.reached, *self._values()):
             text = self._text(value)
             if path[-1] not in (".__class__", ".__bases__"):  # an object's text has their names
                 self.parts.setdefault(_part(path, networks), {})[say(path)] = text
@@ -146,6 +146,7 @@ class Describer(Walk):
                 yield from _plain_items(place)
 
     def _text(self, value: Any) -> str:
+        """Describe a value, and record the library of a function, module or class."""
         if not isinstance(value, types.FunctionType | types.ModuleType | type):
             return describe(value)
         library = library_of(value)

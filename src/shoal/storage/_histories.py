@@ -35,24 +35,24 @@ class Histories:
         """Return a history as JSON lines, which `from_text` reads, or None if it contains more than numbers."""
         if not isinstance(history, list) or not history or not all(map(_plain, history[-1:])):
             return None
-        known = self._known.setdefault(index, _Known())
-        num_old = len(known.rows)
-        if not num_old or known.rows != history[:num_old]:
-            known.rows, known.text, num_old = [], b"", 0
+        encoded = self._known.setdefault(index, _Known())
+        num_old = len(encoded.rows)
+        if not num_old or encoded.rows != history[:num_old]:
+            encoded.rows, encoded.text, num_old = [], b"", 0
         new = [dict(row) for row in history[num_old:]]
         if not all(map(_plain, new)):
             return None
-        known.rows += new
-        known.text += to_text(new)
-        return known.text
+        encoded.rows += new
+        encoded.text += to_text(new)
+        return encoded.text
 
     def view(self, index: int) -> tuple[Path, list[bytes]] | None:
         """Return the history's file and its contents, or None if nothing has changed since the last call."""
-        known = self._known.get(index)
-        if known is None or known.text == known.seen:
+        encoded = self._known.get(index)
+        if encoded is None or encoded.text == encoded.seen:
             return None
-        known.seen = known.text
-        return self.path(index), [known.text]
+        encoded.seen = encoded.text
+        return self.path(index), [encoded.text]
 
 
 def to_text(history: list[dict[str, float]]) -> bytes:

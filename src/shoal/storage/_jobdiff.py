@@ -43,26 +43,26 @@ class Differences:
 
 
 def compare(
-    held: JobTable,
-    here: JobTable,
+    stored: JobTable,
+    current: JobTable,
     *,
     grows: bool = False,
     extends: bool = False,
     part: bool = False,
     changed: Collection[str] = (),
 ) -> Differences:
-    """Compare the jobs of a folder (`held`) with those to be trained (`here`).
+    """Compare the jobs of a folder (`stored`) with those to be trained (`current`).
 
     Args:
-        held: The folder's table.
-        here: The table of the jobs to be trained.
-        grows: The last jobs of `here` may be missing in the folder.
-        extends: Any job of `here` may be missing in the folder, or have more epochs or steps than there.
-        part: `here` contains only some of the jobs.
+        stored: The folder's table.
+        current: The table of the jobs to be trained.
+        grows: The last jobs of `current` may be missing in the folder.
+        extends: Any job of `current` may be missing in the folder, or have more epochs or steps than there.
+        part: `current` contains only some of the jobs.
         changed: Names of jobs that are not compared.
     """
     diff = Differences()
-    old, new = ({job["name"]: job for job in table.jobs} for table in (held, here))
+    old, new = ({job["name"]: job for job in table.jobs} for table in (stored, current))
     diff.added = [name for name in new if name not in old]
     diff.lines += [f"job {name!r} is not in it" for name in diff.added if not (grows or extends)]
     list_all = " and the list does not: give all of its jobs, and the new ones" if extends and diff.added else ""
@@ -71,11 +71,11 @@ def compare(
     for name in (name for name in new if name in old and name not in changed):
         if extends:
             diff.longer |= {name: longer} if (longer := _longer(old[name], new[name])) else {}
-        _compare_job(held, old[name], here, new[name], diff)
+        _compare_job(stored, old[name], current, new[name], diff)
     if not (diff.lines or extends) and list(old) != list(new)[: len(old)]:
         diff.lines.append("the same jobs are in it in another order")
-    for library, version in held.made_by.items():
-        now = here.made_by.get(library, version)
+    for library, version in stored.made_by.items():
+        now = current.made_by.get(library, version)
         if library not in _OWN and now != version:
             diff.versions.append(f"{library} {version} there and {now} here")
     return diff
@@ -90,7 +90,10 @@ def _longer(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[str, Any], diff: Differences) -> None:
+def _compare_job(
+    stored: JobTable, old: dict[str, Any], current: JobTable, new: dict[str, Any], diff: Differences
+) -> None:
+    """Add the differences between a stored job and the current one to `diff`."""
     name = new["name"]
     fields = [key for key in {**new, **old} if key not in (ADDED, CODE, WEIGHTS, KEY)]
     longer = diff.longer.get(name, {})
@@ -102,34 +105,34 @@ def _compare_job(held: JobTable, old: dict[str, Any], here: JobTable, new: dict[
         hashes = key in ("data", "val") and isinstance(was, str) and isinstance(now, str)
         diff.add(name, f" has other {key} than there" if hashes else f" has {key} {was!r} there and {now!r} here")
     if old.get(CODE) is not None and new.get(CODE) is not None:
-        was, now = held.code(old), here.code(new)
+        was, now = stored.code(old), current.code(new)
         for part in {**was, **now}:
             shared = part in was and part in now
             if part in other or (not shared and part.startswith(("class ", "globals "))):
                 continue  # it is reported already, or belongs to something that is
-            lines = list(_changes(was.get(part, {}), now.get(part, {}), _same_bytecode(held, here)))
+            lines = list(_changes(was.get(part, {}), now.get(part, {}), _same_bytecode(stored, current)))
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             for line in lines[:1]:
                 diff.add(name, f": {line}{more}")
     if old.get(WEIGHTS) is not None and new.get(WEIGHTS) is not None and "shapes" not in other:
-        verdict = compare_weights(held.parts[old[WEIGHTS]], here.parts[new[WEIGHTS]])
+        verdict = compare_weights(stored.parts[old[WEIGHTS]], current.parts[new[WEIGHTS]])
         if verdict != "same":
             (diff.other_weights if verdict == "other" else diff.rounded).append(name)
 
 
 def _changes(was: Mapping[str, str], now: Mapping[str, str], same_bytecode: bool) -> Iterator[str]:
     """Yield the differences in one part, code first, since changed code explains other changes."""
-    places = [place for place in {**was, **now} if was.get(place) != now.get(place)]
-    for place in sorted(places, key=lambda place: (not was.get(place, "").startswith(FUNCTION), place)):
-        there, here = was.get(place, "nothing"), now.get(place, "nothing")
-        if not (there.startswith(FUNCTION) and here.startswith(FUNCTION)):
-            yield f"{place} is {there} there and {here} here"
+    locations = [location for location in {**was, **now} if was.get(location) != now.get(location)]
+    for location in sorted(locations, key=lambda location: (not was.get(location, "").startswith(FUNCTION), location)):
+        old_text, new_text = was.get(location, "nothing"), now.get(location, "nothing")
+        if not (old_text.startswith(FUNCTION) and new_text.startswith(FUNCTION)):
+            yield f"{location} is {old_text} there and {new_text} here"
         elif same_bytecode:
-            yield f"the code of {place} differs"
+            yield f"the code of {location} differs"
 
 
-def _same_bytecode(held: JobTable, here: JobTable) -> bool:
-    return held.made_by.get("bytecode") == here.made_by.get("bytecode")
+def _same_bytecode(stored: JobTable, current: JobTable) -> bool:
+    return stored.made_by.get("bytecode") == current.made_by.get("bytecode")
 
 
 def _different_entries(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -141,16 +144,16 @@ def _text(value: Any) -> str:
     return json.dumps(value)  # texts are compared, because NaN != NaN
 
 
-def remarks(diff: Differences, unstable: list[str], held: JobTable, here: JobTable) -> Iterator[str]:
+def remarks(diff: Differences, unstable: list[str], stored: JobTable, current: JobTable) -> Iterator[str]:
     """Yield a line for everything that could not be compared, and for each accepted difference."""
     if diff.versions:
         yield (
             f"{', '.join(diff.versions)}; jobs that have ended are kept as they are, and the others continue with the "
             "versions installed here"
         )
-    if not _same_bytecode(held, here):
+    if not _same_bytecode(stored, current):
         yield (
-            f"it was written by Python {held.made_by.get(PYTHON)}, and this is {here.made_by.get(PYTHON)}, whose "
+            f"it was written by Python {stored.made_by.get(PYTHON)}, and this is {current.made_by.get(PYTHON)}, whose "
             "bytecode differs: code cannot be compared; use another folder if you changed it"
         )
     if diff.rounded:
@@ -165,12 +168,12 @@ def remarks(diff: Differences, unstable: list[str], held: JobTable, here: JobTab
         )
 
 
-def extension(diff: Differences, held: JobTable) -> str:
+def extension(diff: Differences, stored: JobTable) -> str:
     """Return new and longer jobs in one line, or "" if there are none."""
     parts = []
     if diff.added:
         parts.append(f"{len(diff.added)} new {'job' if len(diff.added) == 1 else 'jobs'} ({_some(diff.added)})")
-    old = {job["name"]: job for job in held.jobs}
+    old = {job["name"]: job for job in stored.jobs}
     lengths: dict[str, list[str]] = {}
     for name, longer in diff.longer.items():
         for key, value in longer.items():

@@ -74,6 +74,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 
 
 def _weights(stem: Path, result: Result) -> tuple[Path, list[bytes]]:
+    """Return the file of a result's weights and its contents."""
     from safetensors.torch import save
 
     state = result.state_dict()

@@ -59,6 +59,7 @@ def freeze(state: Any) -> Frozen:
 
 
 def _copy(value: Any, path: tuple[Any, ...], tensors: dict[Any, _PickledCall]) -> Any:
+    """Copy a value recursively; tensors that occur twice are copied once."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value

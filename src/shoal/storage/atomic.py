@@ -50,6 +50,7 @@ def write_many(files: Sequence[tuple[Path, Chunks]], *, durable: bool = True) ->
 
 
 def _write_one(file: tuple[Path, Chunks], durable: bool) -> OSError | None:
+    """Replace one file, and return the error that prevented it, or None."""
     path, chunks = file
     temporary = path.with_name(f".{path.name}.tmp")
     try:

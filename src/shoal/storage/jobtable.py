@@ -77,8 +77,8 @@ class JobTable:
 
     def extend(self, other: JobTable) -> bool:
         """Add the jobs of another table that this one does not have, and return whether there were any."""
-        known = {job["name"] for job in self.jobs}
-        new = [job for job in other.jobs if job["name"] not in known]
+        known_names = {job["name"] for job in self.jobs}
+        new = [job for job in other.jobs if job["name"] not in known_names]
         if new:
             self.jobs += new
             self.parts |= other.parts
@@ -99,10 +99,10 @@ class JobTable:
         """Return the description of a job's functions and network, by part."""
         return {part: self.parts[key] for part, key in self.parts[job[CODE]].items()}
 
-    def take_functions(self, job: dict[str, Any], held: JobTable, known: Mapping[str, Any]) -> None:
-        """Copy the description of a job's functions from another table, in which `known` is the job's entry."""
+    def take_functions(self, job: dict[str, Any], stored: JobTable, stored_job: Mapping[str, Any]) -> None:
+        """Copy the description of a job's functions from another table, in which `stored_job` is the job's entry."""
         network = {part: texts for part, texts in self.code(job).items() if is_network(part)}
-        code = network | without_network(held.code(known))
+        code = network | without_network(stored.code(stored_job))
         job[CODE] = self._put({part: self._put(texts) for part, texts in code.items()})
 
     def _put(self, content: dict[str, Any]) -> str:

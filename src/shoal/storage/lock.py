@@ -60,6 +60,7 @@ class Lock:
         return False
 
     def _wait(self, file: IO[str]) -> None:
+        """Wait until the file is locked, or raise an OutError if another run keeps it."""
         try:
             import fcntl
         except ImportError:  # Windows has no fcntl

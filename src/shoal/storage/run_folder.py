@@ -213,13 +213,13 @@ class RunFolder:
         self._claimed += members
 
     def _check(
-        self, members: Sequence[Member], held: JobTable, here: JobTable, changed: Collection[str]
+        self, members: Sequence[Member], stored: JobTable, current: JobTable, changed: Collection[str]
     ) -> dict[str, dict[str, Any]]:
-        """Raise an OutError if the folder holds other jobs, warn of what cannot be compared, and return the longer
+        """Raise an OutError if the folder holds other jobs, warn of what is not comparable, and return the longer
         jobs."""
-        self._recognize(held, here)
-        diff = compare(held, here, grows=self.grows, extends=self._extends, changed=changed)
-        unstable = [m.name for m in members if m.name in diff.other_weights and _draws_elsewhere(m, here)]
+        self._recognize(stored, current)
+        diff = compare(stored, current, grows=self.grows, extends=self._extends, changed=changed)
+        unstable = [m.name for m in members if m.name in diff.other_weights and _draws_elsewhere(m, current)]
         other_weights = [name for name in diff.other_weights if name not in unstable]
         lines = [*diff.lines, *(f"job {name!r} has {OTHER_WEIGHTS}" for name in other_weights)]
         if lines:
@@ -228,19 +228,19 @@ class RunFolder:
                 f"out={str(self.path)!r} holds other jobs: {'; '.join(lines[:5])}{more}; "
                 "use another folder, or remove this one"
             )
-        for text in remarks(diff, unstable, held, here):
+        for text in remarks(diff, unstable, stored, current):
             warn(f"out={str(self.path)!r}: {text}")
-        if self._extends and (new := extension(diff, held)):
+        if self._extends and (new := extension(diff, stored)):
             say(f"out={str(self.path)!r}: {new}; the rest continues as it was")
         return diff.longer
 
-    def _recognize(self, held: JobTable, here: JobTable) -> None:
+    def _recognize(self, stored: JobTable, current: JobTable) -> None:
         """Accept functions whose closures an earlier run of this process in this folder has changed."""
-        known = {job["name"]: job for job in held.jobs}
-        for job in here.jobs:
+        jobs = {job["name"]: job for job in stored.jobs}
+        for job in current.jobs:
             left = _left_functions.get((self.path.resolve(), job["name"]))
-            if left is not None and left == without_network(here.code(job)) and CODE in known.get(job["name"], {}):
-                here.take_functions(job, held, known[job["name"]])
+            if left is not None and left == without_network(current.code(job)) and CODE in jobs.get(job["name"], {}):
+                current.take_functions(job, stored, jobs[job["name"]])
 
     def _remember_functions(self) -> None:
         """Remember the jobs' functions as training left them, for a later run of this process in this folder."""

@@ -26,7 +26,7 @@ Settings = dict[str, Any]
 """Arguments of `Pack` for its members by name; each is one value for all, or a list with one value for each."""
 
 
-def settings_of_each(given: Settings, models: Any) -> list[Settings]:
+def settings_of_each(settings: Settings, models: Any) -> list[Settings]:
     """Return every member's own settings.
 
     Raises:
@@ -37,19 +37,21 @@ def settings_of_each(given: Settings, models: Any) -> list[Settings]:
     count = len(models)
     if not count:
         raise JobError("models is empty; pass at least one network")
-    for name, value in given.items():
+    for name, value in settings.items():
         if isinstance(value, np.ndarray | Tensor) and value.ndim:
-            given[name] = value.tolist()
+            settings[name] = value.tolist()
     lines = [
         f"{name} has {len(value)} entries for {count} models; pass one for each, or one for all"
-        for name, value in given.items()
+        for name, value in settings.items()
         if _is_per_member(value) and len(value) != count
     ]
-    if given["seeds"] is not None and not _is_per_member(given["seeds"]):
-        lines.append(f"seeds is {given['seeds']!r}; pass a whole number for each model")
+    if settings["seeds"] is not None and not _is_per_member(settings["seeds"]):
+        lines.append(f"seeds is {settings['seeds']!r}; pass a whole number for each model")
     if lines:
         raise JobError(*lines)
-    return [{name: value[i] if _is_per_member(value) else value for name, value in given.items()} for i in range(count)]
+    return [
+        {name: value[i] if _is_per_member(value) else value for name, value in settings.items()} for i in range(count)
+    ]
 
 
 def settings_of_new_member(shared: Settings, given: Settings) -> Settings:

@@ -140,6 +140,7 @@ def _binary(source: str, options: Sequence[str]) -> bytes | None:
 
 
 def _module(source: str, options: Sequence[str], compiled: bytes | None) -> Any:
+    """Load a compiled source, stored or new, and store a new one."""
     from torch.cuda._utils import _cuda_load_module
 
     if compiled is None:
@@ -177,6 +178,7 @@ def _store(source: str, options: Sequence[str], content: bytes) -> None:
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:
+    """Compile a source with NVRTC."""
     from torch.cuda._utils import _get_nvrtc_library
 
     nvrtc = _get_nvrtc_library()

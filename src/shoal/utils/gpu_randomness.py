@@ -32,7 +32,7 @@ class CounterMode:
         self._seed = torch.tensor([signed(seed)], device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._batches = self._filled = 0
-        """Of the member, and those that are in `_count`."""
+        """The number of batches that the member has had, and the number in `_count`."""
         self._columns: dict[Any, list[Any]] = {}
         """The parameters of distributions, on the device."""
         self._sites: dict[int, Tensor] = {}
@@ -97,6 +97,7 @@ class CounterMode:
         return self._value(_MADE[name], like, _numbers(name, args))
 
     def _value(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
+        """Return the draw with the next number, with the shape and dtype of `like`."""
         draw, device = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,)), self._seed.device
         key = (kind, like.dtype, like.ndim, numbers)
         if key not in self._columns:

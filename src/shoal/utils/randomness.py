@@ -142,6 +142,7 @@ def _runs(draws: tuple[Draw, ...], members: int) -> list[list[_Run]]:
 
 
 def _runs_of(draws: tuple[Draw, ...], member: int) -> list[_Run]:
+    """Return one member's masks as runs."""
     runs: list[_Run] = []
     start = 0
     for draw in draws:
@@ -165,6 +166,7 @@ def _empty_like_draw(draw: Draw) -> Tensor:
 
 
 def _fill(target: Tensor, kind: str, numbers: tuple[float, ...], generator: torch.Generator) -> None:
+    """Fill a tensor with draws from the generator, as torch would."""
     if kind == "dropout":
         (p,) = numbers
         if p in (0.0, 1.0):

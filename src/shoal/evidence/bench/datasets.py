@@ -37,8 +37,14 @@ class Data:
 
     def held_out(self) -> Data:
         """Return data on which settings are chosen: a part of the training rows replaces the test rows."""
-        held = torch.arange(len(self.x)) % HELD_OUT == 0
-        return Data(f"{self.name}, held out", self.x[~held], self.y[~held], self.x[held], self.y[held])
+        is_held_out = torch.arange(len(self.x)) % HELD_OUT == 0
+        return Data(
+            f"{self.name}, held out",
+            self.x[~is_held_out],
+            self.y[~is_held_out],
+            self.x[is_held_out],
+            self.y[is_held_out],
+        )
 
 
 def load(folder: Path | None = None, rows: int | None = None) -> Data:

@@ -118,9 +118,9 @@ class ResNet50(nn.Module):
         self.stem = Conv(3, inputs, 7, 2, 3)
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
         for stage, count in enumerate((3, 4, 6, 3)):
-            for place in range(count):
+            for index in range(count):
                 middle, outputs = c(64 * 2**stage), c(256 * 2**stage)
-                blocks.append(_Bottleneck(inputs, middle, outputs, 2 if stage and not place else 1))
+                blocks.append(_Bottleneck(inputs, middle, outputs, 2 if stage and not index else 1))
                 inputs = outputs
         self.blocks = nn.Sequential(*blocks)
         self.avgpool = nn.AdaptiveAvgPool2d(1)

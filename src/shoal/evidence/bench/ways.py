@@ -135,6 +135,7 @@ class Feed:
         self.one(rows)
 
     def _captured(self, pool: Any) -> Callable[[], None]:
+        """Take some steps on a side stream, then capture one."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

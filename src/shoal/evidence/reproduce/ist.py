@@ -138,10 +138,10 @@ def trained(
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting)
     if executor is not None:
-        made = executor(job, method)
+        task_executor = executor(job, method)
     else:
-        made = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
-    result = train_split(job, method, made, device=device, val_every=max(1, look_every // setting.window))
+        task_executor = (Packed if device.startswith("cuda") else Serial)(job, method, scene.workers, device)
+    result = train_split(job, method, task_executor, device=device, val_every=max(1, look_every // setting.window))
     report = result.split
     assert report is not None
     columns = ("step", "bytes", "seconds", "accuracy")

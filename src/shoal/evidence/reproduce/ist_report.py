@@ -100,7 +100,7 @@ def _timed(
 
 
 def _promising(chosen: Sequence[Setting], rows: Sequence[dict[str, Any]], method: str, target: float) -> list[Setting]:
-    """The two windows that should be there first: fewest steps, and fewest bytes; cut where they are well past it."""
+    """Return the settings of the two windows that reach the target first, by steps and by bytes, cut well after it."""
     lines = [line for line in ist.summary(rows) if line["method"] == method and line["steps_to_target"] is not None]
     best = [min(lines, key=lambda line: line[key])["window"] for key in ("steps_to_target", "bytes_to_target") if lines]
     far = {line["window"]: line["steps_to_target"] for line in lines}

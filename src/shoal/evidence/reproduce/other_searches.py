@@ -186,7 +186,7 @@ def _trainable(start: Start) -> Any:
             self._training, self._epochs = start(dict(config["params"])), 0
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            """Another trial in the same process, which saves Ray the time to start one."""
+            """Start another trial in the same process, which saves Ray the time to start one."""
             self.setup(new_config)
             return True
 

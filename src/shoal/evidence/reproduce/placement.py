@@ -169,8 +169,8 @@ def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: b
     with shaped(1 + case.workers, case.rate) as links:
         planned = plan(case)
         chosen = planned if planned.mode == PLACED else plan(case, PLACED, profile=planned)
-        usual = [plan_like(case, planned, mode) for mode in (PARAMETER_SERVER, DATA_PARALLEL)]
-        for placement in (chosen, *usual):
+        usual_ways = [plan_like(case, planned, mode) for mode in (PARAMETER_SERVER, DATA_PARALLEL)]
+        for placement in (chosen, *usual_ways):
             tell(f"{case.network}, {case.rows} rows, {case.rate}: {placement.mode}")
             rows.append(measure_way(case, placement, links, steps, validates=validates))
         tell(f"{case.network}, {case.rows} rows, {case.rate}: {DDP}")

@@ -30,6 +30,7 @@ def arithmetic(link: str = "1Gbit") -> list[dict[str, Any]]:
 
 
 def _row(shape: Shape, link: str) -> dict[str, Any]:
+    """Return the row of one network."""
     model, sample = shape_of(shape.name)
     graph = trace_layers(model, sample)
     options: dict[str, Any] = {"link": link, "sync": "server", "batch_norm": "own"}

@@ -77,7 +77,7 @@ def _is_factor(job: Job) -> bool:
     assert job.schedule is not None
     try:
         float(job.schedule(0))
-    except Exception:  # a maker of schedulers fails on a number in any way it likes
+    except Exception:  # a function that makes a scheduler may raise anything for a number
         return False
     return True
 

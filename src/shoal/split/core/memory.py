@@ -64,16 +64,16 @@ def measure(
     Without `update` the step ends when its gradients are computed.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = make_fake(network, fake)
+    fake_network = make_fake(network, fake)
     counter, ledger = FlopCounterMode(display=False), Ledger()
     with warnings.catch_warnings(), fake, seeded(0, _CPU):
         warnings.simplefilter("ignore")
-        given = pytree.tree_map_only(Tensor, fake.from_tensor, batch)
-        optimizer = make_optimizer(job, twin)
+        fake_batch = pytree.tree_map_only(Tensor, fake.from_tensor, batch)
+        optimizer = make_optimizer(job, fake_network)
 
         def run() -> None:
             with autocast(job, _CPU):
-                out = step(twin, given)
+                out = step(fake_network, fake_batch)
             loss = out[0] if isinstance(out, tuple) else out
             del out
             loss.backward()
@@ -84,12 +84,14 @@ def measure(
         with counter:
             run()
         optimizer.zero_grad()
-        tensors = held_tensors(twin, optimizer)
-        start = ledger.know((*tensors, *pytree.tree_leaves(given)))
+        tensors = held_tensors(fake_network, optimizer)
+        start = ledger.know((*tensors, *pytree.tree_leaves(fake_batch)))
         with ledger:
             run()
-    held = count_bytes([tensors, given]) + ledger.held(start).working
-    return Cost(held, int(counter.get_total_flops()), count_bytes([*twin.parameters(), *twin.buffers()]))
+    peak_bytes = count_bytes([tensors, fake_batch]) + ledger.held(start).working
+    return Cost(
+        peak_bytes, int(counter.get_total_flops()), count_bytes([*fake_network.parameters(), *fake_network.buffers()])
+    )
 
 
 def count_bytes(value: Any) -> int:
@@ -136,12 +138,12 @@ class Meter:
         if self.device.type == "cuda" or self._key in self._known or index != min(1, steps - 1):
             yield
             return
-        held = held_tensors(network, optimizer)
+        state = held_tensors(network, optimizer)
         ledger = Ledger()
-        start = ledger.know(held)
+        start = ledger.know(state)
         with ledger:
             yield
-        self._known[self._key] = count_bytes(held) + ledger.held(start).working
+        self._known[self._key] = count_bytes(state) + ledger.held(start).working
 
     def peak(self, network: nn.Module) -> int:
         """Return the most bytes that were held, weights included."""

@@ -57,8 +57,7 @@ class Method(ABC):
     owner is copied). "gradients": the gradients of one step, which are averaged and applied once by the job's
     optimizer."""
     moments: Literal["travel", "fresh"] = "travel"
-    """ "travel": optimizer state is sent with the weights that it belongs to. "fresh": every part starts without
-    any."""
+    """With "travel", optimizer state is sent with its weights; with "fresh", every part starts without any."""
     settings: Mapping[str, Any] = MappingProxyType({})
     """The settings as plain data. A run folder stores them; two splits of a job with the same settings are the same."""
 
@@ -73,7 +72,7 @@ class Method(ABC):
         return self.member.data
 
     def data_on(self, device: torch.device) -> View:
-        """The job's rows on a device."""
+        """Return the job's rows on a device."""
         if device.type == "cpu":
             return self.data
         if device not in self._data:

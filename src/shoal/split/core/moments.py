@@ -26,7 +26,7 @@ def load_moments(optimizer: Optimizer, network: nn.Module, moments: Mapping[str,
     if not moments:
         return
     state = state_of(moments, order_of(optimizer, network))
-    state = {place: {name: value.clone() for name, value in values.items()} for place, values in state.items()}
+    state = {index: {name: value.clone() for name, value in values.items()} for index, values in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -42,16 +42,16 @@ def state_of(moments: Mapping[str, Tensor], order: Sequence[str]) -> dict[int, d
     for key, value in moments.items():
         parameter, _, name = key.rpartition("/")
         by_parameter.setdefault(parameter, {})[name] = value
-    return {place: by_parameter[name] for place, name in enumerate(order) if name in by_parameter}
+    return {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter}
 
 
 def moments_in(state: Mapping[int, Mapping[str, Any]], order: Sequence[str]) -> Tensors:
     """Convert the state of a state_dict into moments, "<parameter>/<name>" -> tensor: the inverse of `state_of`."""
     moments: Tensors = {}
-    for place, values in state.items():
+    for index, values in state.items():
         for name, value in values.items():
-            if isinstance(value, (Tensor, float, int)) and order[place]:
-                moments[f"{order[place]}/{name}"] = torch.as_tensor(value).detach()
+            if isinstance(value, (Tensor, float, int)) and order[index]:
+                moments[f"{order[index]}/{name}"] = torch.as_tensor(value).detach()
     return moments
 
 

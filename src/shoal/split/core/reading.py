@@ -71,21 +71,21 @@ class Reading:
 
     def first_batch(self, step: int) -> int:
         """Return the number of the batch at which an optimizer step begins."""
-        epoch, place = divmod(step, self.steps)
-        return epoch * self.num_batches + place * self.job.accumulate
+        epoch, step_in_epoch = divmod(step, self.steps)
+        return epoch * self.num_batches + step_in_epoch * self.job.accumulate
 
     def step_at(self, batch: int) -> int:
         """Return the optimizer step that a batch belongs to."""
-        epoch, place = divmod(batch, self.num_batches)
-        return epoch * self.steps + place // self.job.accumulate
+        epoch, batch_in_epoch = divmod(batch, self.num_batches)
+        return epoch * self.steps + batch_in_epoch // self.job.accumulate
 
     def rows(self) -> Tensor:
         """Return the shard's rows of the data."""
         number, shards = self.shard
         if self.private:
             return torch.arange(self.total)
-        whole = shuffled(self.total, self.job.order_seed) if self.job.shuffle else torch.arange(self.total)
-        return whole[number::shards]
+        all_rows = shuffled(self.total, self.job.order_seed) if self.job.shuffle else torch.arange(self.total)
+        return all_rows[number::shards]
 
     def order(self, epoch: int) -> Tensor:
         """Return the rows that an epoch reads, in its order."""
@@ -96,12 +96,12 @@ class Reading:
 
     def groups(self, start: int, steps: int) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield each optimizer step from the batch `start` on: its epoch, and the rows of each of its batches."""
-        order, known = torch.empty(0), -1
+        order, current_epoch = torch.empty(0), -1
         size, k = self.job.batch_size, self.job.accumulate
         for _ in range(steps):
-            epoch, place = divmod(start, self.num_batches)
-            if epoch != known:
-                order, known = self.order(epoch), epoch
-            end = min(place - place % k + k, self.num_batches)
-            yield epoch, [order[b * size : (b + 1) * size] for b in range(place, end)]
-            start += end - place
+            epoch, first = divmod(start, self.num_batches)
+            if epoch != current_epoch:
+                order, current_epoch = self.order(epoch), epoch
+            end = min(first - first % k + k, self.num_batches)
+            yield epoch, [order[b * size : (b + 1) * size] for b in range(first, end)]
+            start += end - first

@@ -112,29 +112,29 @@ class Forecast:
         `owners` are the tensors whose optimizer state exists already; None means all.
         """
         method, state = self.method, self.state
-        known = self.owners if owners is None else owners
-        state.moments = {key: moment for key, moment in self.moments.items() if key.rpartition("/")[0] in known}
-        given, back = method.predicted_extras(part)
-        sent = self.size(state.task(number, part, method.slices(part), moments=self.travels, extras=given))
+        owned = self.owners if owners is None else owners
+        state.moments = {key: moment for key, moment in self.moments.items() if key.rpartition("/")[0] in owned}
+        sent_extras, returned_extras = method.predicted_extras(part)
+        sent = self.size(state.task(number, part, method.slices(part), moments=self.travels, extras=sent_extras))
         state.moments = self.moments
         result = state.task(number, part, method.returns(part) if part.steps else {}, moments=self.travels)
         outcome = Outcome(
-            round=number, number=part.number, tensors=result.tensors, moments=result.moments, extras=back,
+            round=number, number=part.number, tensors=result.tensors, moments=result.moments, extras=returned_extras,
             losses=(0.0,) * part.steps,
         )  # fmt: skip
         return Traffic(sent, self.size(outcome))
 
     def all_rounds(self, workers: Sequence[Worker]) -> Traffic:
         """Predict the bytes of the whole run with these workers. Of many rounds, only some are computed."""
-        rounds, total, usual, owners = self.method.rounds, Traffic(), Traffic(), set[str]()
+        rounds, total, typical, owners = self.method.rounds, Traffic(), Traffic(), set[str]()
         for number in range(rounds) if rounds <= MANY else [*range(MANY // 2), *range(rounds - MANY // 2, rounds)]:
             parts = self.method.parts(number, workers)
-            one = sum((self.part(number, part, owners) for part in parts), Traffic())
+            round_traffic = sum((self.part(number, part, owners) for part in parts), Traffic())
             owners |= {piece.name for part in parts if part.steps for piece in self.method.returns(part).values()}
-            total += one
-            usual = one if number < MANY // 2 else usual
+            total += round_traffic
+            typical = round_traffic if number < MANY // 2 else typical
         missing = max(0, rounds - MANY)
-        return total + Traffic(usual.sent * missing, usual.received * missing)
+        return total + Traffic(typical.sent * missing, typical.received * missing)
 
 
 def _all_moments(method: Method) -> Tensors:
@@ -153,14 +153,14 @@ def optimizer_state(job: Job, network: nn.Module) -> Tensors:
 
     Empty if the optimizer needs more than gradients.
     """
-    for device in ("meta", "cpu"):  # few optimizers read numbers, and need real ones
-        twin = copy.deepcopy(network).to(device)
-        for parameter in twin.parameters():
+    for device in ("meta", "cpu"):  # some optimizers read values, which meta tensors do not have
+        copied = copy.deepcopy(network).to(device)
+        for parameter in copied.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         try:
-            optimizer = make_optimizer(job, twin)
+            optimizer = make_optimizer(job, copied)
             optimizer.step()
         except Exception:
             continue
-        return {name: value.to("meta") for name, value in moments_of(optimizer, twin).items()}
+        return {name: value.to("meta") for name, value in moments_of(optimizer, copied).items()}
     return {}

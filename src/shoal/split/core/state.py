@@ -56,8 +56,8 @@ class State:
         device: torch.device | str = "cpu",
     ) -> State:
         """Copy all tensors of a network and its companions. Tied weights are copied once, under their first name."""
-        held = {**tensors_of(network), **(companions or {})}
-        return cls({name: tensor.detach().to(device, copy=True) for name, tensor in held.items()}, fill=fill)
+        tensors = {**tensors_of(network), **(companions or {})}
+        return cls({name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}, fill=fill)
 
     # --- out ------------------------------------------------------------------------------------------------------
 
@@ -67,12 +67,12 @@ class State:
         """Make the task of a part. Its tensors are copies."""
         tensors = {name: self._near(piece).take(self._whole(piece)) for name, piece in slices.items()}
         task_moments: Tensors = {}
-        known = self._moments_by_owner() if moments else {}
+        moments_by_owner = self._moments_by_owner() if moments else {}
         for name, piece in slices.items():
-            for key, moment in known.get(piece.name, {}).items():
-                place = moment_slice(piece, self._whole(piece).shape, moment.shape)
-                if place is not None:
-                    task_moments[f"{name}/{key}"] = self._near(place).take(moment)
+            for key, moment in moments_by_owner.get(piece.name, {}).items():
+                location = moment_slice(piece, self._whole(piece).shape, moment.shape)
+                if location is not None:
+                    task_moments[f"{name}/{key}"] = self._near(location).take(moment)
         return Task(round=number, part=part, tensors=tensors, moments=task_moments, extras=extras or {})
 
     def load_into(self, network: nn.Module) -> None:
@@ -97,7 +97,7 @@ class State:
         return Slice(piece.name, tuple(None if rows is None else self._sent(rows, device) for rows in piece.index))
 
     def _near_all(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-        return [(self._near(place), value.to(device), weight) for place, value, weight in pieces]
+        return [(self._near(location), value.to(device), weight) for location, value, weight in pieces]
 
     def _sent(self, rows: Tensor, device: torch.device) -> Tensor:
         if id(rows) not in self._rows:
@@ -113,39 +113,40 @@ class State:
         were lost or had no steps do not count. For whole numbers (counters) and an optimizer's step counts, the largest
         is taken.
         """
-        came = _arrived(parts, slices, outcomes)
+        arrived = _arrived(parts, slices, outcomes)
         moments: dict[str, list[Piece]] = {}
-        for part_slices, outcome in came:
+        for part_slices, outcome in arrived:
             for key, value in outcome.moments.items():
                 self._place_moment(part_slices, key, value, moments)
-        self._merge(self.tensors, _pieces(came))
+        self._merge(self.tensors, _pieces(arrived))
         self._merge(self.moments, moments)
         self._rows = {}
 
     def _merge(self, into: Tensors, pieces: Mapping[str, list[Piece]]) -> None:
         """Write pieces into the tensors that they belong to. Pieces that do not overlap are copied."""
-        known: dict[tuple[int, ...], bool] = {}
+        disjoint_cache: dict[tuple[int, ...], bool] = {}
         for name, tensor_pieces in pieces.items():
             near = self._near_all(tensor_pieces, into[name].device)
-            if disjoint([place for place, _, _ in tensor_pieces], known):
-                for place, value, _ in near:
-                    place.put(into[name], value)
+            if disjoint([location for location, _, _ in tensor_pieces], disjoint_cache):
+                for location, value, _ in near:
+                    location.put(into[name], value)
             else:
                 merge_(into[name], near, largest=into is self.moments and name.endswith("/step"))
 
     def _place_moment(self, part_slices: Slices, key: str, value: Tensor, pieces: dict[str, list[Piece]]) -> None:
+        """Add a part's piece of optimizer state to `pieces`, creating the whole tensor if it is new."""
         parameter, _, name = key.rpartition("/")
         piece = part_slices[parameter]
-        weight, whole = self._whole(piece), f"{piece.name}/{name}"
+        weight, key_in_whole = self._whole(piece), f"{piece.name}/{name}"
         shape = whole_shape(piece, weight.shape, piece.shape(weight.shape), value.shape)
         if shape is None:
             return
-        if whole not in self.moments:
-            begun = torch.full(shape, self._fill.get(name, 0.0), dtype=value.dtype, device=value.device)
-            self.moments[whole] = begun
-        place = moment_slice(piece, weight.shape, self.moments[whole].shape)
-        if place is not None:
-            pieces.setdefault(whole, []).append((place, value, 1.0))
+        if key_in_whole not in self.moments:
+            initial = torch.full(shape, self._fill.get(name, 0.0), dtype=value.dtype, device=value.device)
+            self.moments[key_in_whole] = initial
+        location = moment_slice(piece, weight.shape, self.moments[key_in_whole].shape)
+        if location is not None:
+            pieces.setdefault(key_in_whole, []).append((location, value, 1.0))
 
     def gradients(
         self, parts: Sequence[Part], slices: Sequence[Slices], outcomes: Sequence[Outcome | None], trained: set[str]
@@ -192,10 +193,10 @@ def _arrived(
     return [(part_slices, outcome) for part, part_slices, outcome in every if outcome is not None and part.steps]
 
 
-def _pieces(came: Sequence[tuple[Slices, Outcome]], *, by_rows: bool = False) -> dict[str, list[Piece]]:
+def _pieces(arrived: Sequence[tuple[Slices, Outcome]], *, by_rows: bool = False) -> dict[str, list[Piece]]:
     """Collect the pieces of each tensor that came back, with equal weights or weighted by rows."""
     pieces: dict[str, list[Piece]] = {}
-    for part_slices, outcome in came:
+    for part_slices, outcome in arrived:
         for name, value in outcome.tensors.items():
             piece = (part_slices[name], value, float(outcome.rows) if by_rows else 1.0)
             pieces.setdefault(part_slices[name].name, []).append(piece)
@@ -231,13 +232,13 @@ def disjoint(places: Sequence[Slice], known: dict[tuple[int, ...], bool]) -> boo
 
     `known` caches the answers by rows, which many tensors have in common.
     """
-    for rows in zip(*(place.index for place in places), strict=False):
+    for rows in zip(*(piece.index for piece in places), strict=False):
         if any(taken is None for taken in rows):
             continue
         key = tuple(map(id, rows))
         if key not in known:
-            every = torch.cat(rows)
-            known[key] = int(every.bincount().max()) == 1 if len(every) else True
+            all_rows = torch.cat(rows)
+            known[key] = int(all_rows.bincount().max()) == 1 if len(all_rows) else True
         if known[key]:
             return True
     return False
@@ -261,13 +262,13 @@ def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> 
     owners = torch.zeros_like(whole, dtype=wide if not wide.is_complex else torch.float64)
     equal = len({weight for _, _, weight in pieces}) == 1
     first, agreed = torch.zeros_like(whole, dtype=wide), torch.ones_like(whole, dtype=torch.bool)
-    for place, value, _ in reversed(pieces):
-        place.put(first, value.to(wide))
-    for place, value, weight in pieces:
+    for location, value, _ in reversed(pieces):
+        location.put(first, value.to(wide))
+    for location, value, weight in pieces:
         weight = 1.0 if equal else weight
-        place.put(agreed, place.take(agreed) & (place.take(first) == value.to(wide)))
-        place.put(total, place.take(total) + (value.to(wide) if weight == 1.0 else value.to(wide) * weight))
-        place.put(owners, place.take(owners) + weight)
+        location.put(agreed, location.take(agreed) & (location.take(first) == value.to(wide)))
+        location.put(total, location.take(total) + (value.to(wide) if weight == 1.0 else value.to(wide) * weight))
+        location.put(owners, location.take(owners) + weight)
     owned = owners > 0
     mean = torch.where(agreed, first, total / owners.masked_fill(~owned, 1.0))
     whole.copy_(torch.where(owned, mean, whole.to(wide)))
@@ -276,9 +277,9 @@ def merge_(whole: Tensor, pieces: Sequence[Piece], *, largest: bool = False) -> 
 def _largest_(whole: Tensor, pieces: Sequence[Piece]) -> None:
     first, *others = pieces
     first[0].put(whole, first[1])
-    seen = torch.zeros_like(whole, dtype=torch.bool)
-    first[0].put(seen, torch.ones_like(first[1], dtype=torch.bool))
-    for place, value, _ in others:
-        now = place.take(whole)
-        place.put(whole, torch.where(place.take(seen), torch.maximum(now, value), value))
-        place.put(seen, torch.ones_like(value, dtype=torch.bool))
+    written = torch.zeros_like(whole, dtype=torch.bool)
+    first[0].put(written, torch.ones_like(first[1], dtype=torch.bool))
+    for location, value, _ in others:
+        current = location.take(whole)
+        location.put(whole, torch.where(location.take(written), torch.maximum(current, value), value))
+        location.put(written, torch.ones_like(value, dtype=torch.bool))

@@ -233,9 +233,9 @@ class Masks:
         for key, value in moments.items():
             parameter = key.rpartition("/")[0]
             piece = self.learning.get(parameter)
-            place = moment_slice(piece, self.shapes[parameter], value.shape) if piece is not None else None
-            if place is not None:
-                out[key] = place.take(value)
+            location = moment_slice(piece, self.shapes[parameter], value.shape) if piece is not None else None
+            if location is not None:
+                out[key] = location.take(value)
         return out
 
 

@@ -60,6 +60,7 @@ class Packed(Serial):
         return groups
 
     def _together(self, shapes: Hashable, tasks: list[Task]) -> Sequence[Outcome | None]:
+        """Train tasks of equal shapes as one pack, which is kept for later rounds."""
         key = (shapes, len(tasks))
         pack = self._packs.pop(key, None)
         if pack is None:
@@ -167,8 +168,8 @@ class _PackedParts:
         if failed:
             raise SplitError(f"a part's step raised {failed[0]}; run it with tier='serial' to see where")
         return [
-            self._outcome(place, task, values[place], rows[place], seconds / len(tasks), sum(peak) // len(tasks))
-            for place, task in enumerate(tasks)
+            self._outcome(index, task, values[index], rows[index], seconds / len(tasks), sum(peak) // len(tasks))
+            for index, task in enumerate(tasks)
         ]
 
     @contextmanager
@@ -185,6 +186,7 @@ class _PackedParts:
         self.held += torch.cuda.memory_allocated(device) - old_bytes
 
     def _load(self, tasks: list[Task], readings: list[Reading]) -> None:
+        """Load the tasks' weights and optimizer state into the members."""
         job = self.executor.job
         for index, (id, task, reading) in enumerate(zip(self.pack.ids, tasks, readings, strict=True)):
             weights = {name: task.tensors[part_name] for name, part_name in self.names[index].items()}
@@ -243,8 +245,8 @@ class _PackedParts:
         data, job = self.executor.data, self.executor.job
         if isinstance(data.source, TensorSource):
             return data.source.take(data.rows(torch.stack([rows for _, rows in member_rows])))
-        taken = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in member_rows]
-        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *taken)
+        batches = [data.source.take(data.rows(rows), seed=job.order_seed, epoch=epoch) for epoch, rows in member_rows]
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *batches)
 
     def _outcome(self, index: int, task: Task, losses: list[float], rows: int, seconds: float, peak: int) -> Outcome:
         tensors, moments = self._result(index) if all(map(math.isfinite, losses)) else ({}, {})

@@ -22,7 +22,7 @@ from shoal.split.methods._cuts import candidates, weights_before, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """For each place between two calls, how much of the network comes before it."""
+    """For each position between two calls, how much of the network comes before it."""
 
     memory: list[float]
     """Bytes of weights, gradients, optimizer state and activations."""
@@ -34,17 +34,17 @@ class Profile:
 
 
 def profile(calls: Calls, job: Job, rows: int) -> Profile:
-    """What the recorded calls hold and compute for a batch of so many rows."""
+    """Return what the recorded calls hold and compute before each position, for a batch of `rows` rows."""
     factor, counted = _state_factor(job), set[int]()
     memory, operations = [0.0], [0.0]
     for node in calls.nodes:
         fresh = [weight for weight in weights_of(calls, node) if id(weight) not in counted]
         counted |= {id(weight) for weight in fresh}
-        held = count_bytes(fresh) * factor
+        num_bytes = count_bytes(fresh) * factor
         if "value" in node.meta and node.op != "get_attr" and node.meta["storage"] not in counted:
             counted.add(node.meta["storage"])
-            held += node.meta["value"].bytes_at(rows)
-        memory.append(memory[-1] + held)
+            num_bytes += node.meta["value"].bytes_at(rows)
+        memory.append(memory[-1] + num_bytes)
         operations.append(operations[-1] + (node.meta["operations"].at(rows) if "operations" in node.meta else 0))
     return Profile(memory, operations)
 
@@ -65,13 +65,13 @@ def choose(recorded: Parts, job: Job, inputs: Sequence[Any], parts: int) -> tupl
     Raises:
         SplitError: when the network has too few places to cut.
     """
-    places = candidates(recorded)
+    positions = candidates(recorded)
     weights = weights_before(recorded.calls)
-    if len({weights[border] for _, border in places}) < parts - 1:
-        cut_names = ", ".join(repr(name) for name, _ in places) or "none"
+    if len({weights[border] for _, border in positions}) < parts - 1:
+        cut_names = ", ".join(repr(name) for name, _ in positions) or "none"
         raise SplitError(f"{parts} parts need {parts - 1} cuts; the network can be cut at: {cut_names}")
     measured = profile(recorded.calls, job, rows_of(tuple(inputs)))
-    ends = [0, *(border for _, border in places), len(recorded.calls.nodes)]
+    ends = [0, *(border for _, border in positions), len(recorded.calls.nodes)]
 
     @cache
     def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
@@ -82,12 +82,12 @@ def choose(recorded: Parts, job: Job, inputs: Sequence[Any], parts: int) -> tupl
         options: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]
         for start in range(end):
             if weights[ends[start]] < weights[ends[end]]:
-                worst, taken = best(start, parts - 1)
-                options.append((max(worst, measured.share(ends[start], ends[end])), (*taken, end)))
+                worst, chosen = best(start, parts - 1)
+                options.append((max(worst, measured.share(ends[start], ends[end])), (*chosen, end)))
         return min(options)
 
-    worst, taken = best(len(ends) - 1, parts)
+    worst, chosen = best(len(ends) - 1, parts)
     assert math.isfinite(worst)
-    borders = [0, *(ends[i] for i in taken)]
+    borders = [0, *(ends[i] for i in chosen)]
     shares = [measured.share(low, high) for low, high in pairwise(borders)]
-    return [places[i - 1][0] for i in taken[:-1]], shares
+    return [positions[i - 1][0] for i in chosen[:-1]], shares

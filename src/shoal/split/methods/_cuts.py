@@ -85,25 +85,25 @@ def cut(model: nn.Module, inputs: Sequence[Any], cuts: Sequence[str], recorded: 
     """
     recorded = recorded if recorded is not None else record(model, inputs)
     calls = recorded.calls
-    places = sorted((border_of(calls, name), i, name) for i, name in enumerate(cuts))
-    for (a, _, first), (b, _, second) in pairwise(places):
+    borders_by_cut = sorted((border_of(calls, name), i, name) for i, name in enumerate(cuts))
+    for (a, _, first), (b, _, second) in pairwise(borders_by_cut):
         if a == b:
             raise SplitError(f"cuts {first!r} and {second!r} are the same place; leave one of them out")
-    borders = [0, *(place for place, _, _ in places), len(calls.nodes)]
-    crossing = [crossing_of(recorded, border, name) for border, _, name in places]
+    borders = [0, *(place for place, _, _ in borders_by_cut), len(calls.nodes)]
+    crossing = [crossing_of(recorded, border, name) for border, _, name in borders_by_cut]
     networks = [
         _piece(recorded, low, high, out, len(inputs))
         for (low, high), out in zip(pairwise(borders), [*crossing, None], strict=True)
     ]
-    names = [name for _, _, name in places]
+    names = [name for _, _, name in borders_by_cut]
     _check_weights(networks, names)
     shapes, output = _try_out(calls.model, networks, inputs)
-    whole = {id(x): name for name, x in named_state(calls.model).items()}
+    names_by_id = {id(x): name for name, x in named_state(calls.model).items()}
     return Pieces(
         networks,
         [Cut(name, shape, dtype) for name, (shape, dtype) in zip(names, shapes, strict=True)],
         output,
-        [{name: whole[id(x)] for name, x in named_state(network).items()} for network in networks],
+        [{name: names_by_id[id(x)] for name, x in named_state(network).items()} for network in networks],
     )
 
 
@@ -133,8 +133,8 @@ def crossing_of(recorded: Parts, border: int, cut: str) -> fx.Node:
         raise SplitError(f"cut {cut!r}: {error}") from error
     if len(crossing) == 1 and crossing[0].op != "placeholder":
         return crossing[0]
-    whole = [name for name, where in candidates(recorded) if where != border]
-    advice = f"; cut at one of {_near(cut.removeprefix(AFTER), whole)}" if whole else ""
+    cut_names = [name for name, where in candidates(recorded) if where != border]
+    advice = f"; cut at one of {_near(cut.removeprefix(AFTER), cut_names)}" if cut_names else ""
     if all(node.op == "placeholder" for node in crossing):
         raise SplitError(f"cut {cut!r}: no weights come before it, so there is nothing to train apart{advice}")
     names = ", ".join(str(node) for node in crossing[:4])
@@ -180,8 +180,8 @@ def _piece(recorded: Parts, low: int, high: int, out: fx.Node | None, num_inputs
     if low:
         known = recorded.entering(graph, low)
     else:
-        given = tuple(graph.placeholder(f"argument_{i}") for i in range(num_inputs))
-        tensors = graph.call_function(tensors_in, (given,))
+        arguments = tuple(graph.placeholder(f"argument_{i}") for i in range(num_inputs))
+        tensors = graph.call_function(tensors_in, (arguments,))
         inputs = (node for node in calls.nodes if node.op == "placeholder")
         known = {node: graph.call_function(operator.getitem, (tensors, i)) for i, node in enumerate(inputs)}
     recorded.copy(graph, low, high, known)
@@ -243,12 +243,12 @@ def _try_out(
                     raise SplitError(f"a {type(value).__name__} crosses a cut; it must be a tensor with rows")
                 shapes.append((tuple(value.shape[1:]), value.dtype))
                 value = network(value.clone())
-            whole = model(*inputs)
+            expected = model(*inputs)
         except SplitError:
             raise
         except Exception as error:
             raise SplitError(f"the network's parts do not run on the job's data ({describe(error)})") from error
-    one, other = (x if isinstance(x, Tensor) else None for x in (value, whole))
+    one, other = (x if isinstance(x, Tensor) else None for x in (value, expected))
     if (one is None) != (other is None) or (one is not None and other is not None and not _alike(one, other)):
         raise SplitError(OTHER_MODE)
     return shapes, tuple(one.shape[1:]) if one is not None and one.dim() else ()

@@ -79,13 +79,13 @@ class WholeNetwork(Method):
         A worker that holds a shard reads that one. Others read the shard of their number, or a free one if it is taken.
         """
         count = max(self.num_workers, len(workers))
-        taken = {worker.shard for worker in workers if worker.shard is not None}
+        used_shards = {worker.shard for worker in workers if worker.shard is not None}
         shards: list[int] = []
         for worker in workers:
             wanted = worker.shard if worker.shard is not None else worker.number % count
-            if worker.shard is None and wanted in taken:
-                wanted = next(shard for shard in range(count) if shard not in taken)
-            taken.add(wanted)
+            if worker.shard is None and wanted in used_shards:
+                wanted = next(shard for shard in range(count) if shard not in used_shards)
+            used_shards.add(wanted)
             shards.append(wanted)
         return [(shard, count) for shard in shards]
 
@@ -93,13 +93,13 @@ class WholeNetwork(Method):
         job, first = self.member.job, number * self.local_steps
         return [
             Part(
-                number=place,
+                number=index,
                 shard=shard,
                 start=Reading(job, len(self.data), shard).first_batch(first),
                 steps=max(0, min(self.local_steps, self.length(shard) - first)),
                 seed=mixed(job.seed, number, worker.number),
             )
-            for place, (worker, shard) in enumerate(zip(workers, self.shards_of(workers), strict=True))
+            for index, (worker, shard) in enumerate(zip(workers, self.shards_of(workers), strict=True))
         ]
 
     def network(self, part: Part) -> nn.Module:
@@ -116,10 +116,10 @@ class LocalSGD(WholeNetwork):
     options = LocalSGDSettings
 
     def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
-        given = LocalSGDSettings(*args, **kwargs)
-        self.moments = given.moments
-        super().__init__(job, given.workers, given.local_steps)
-        self.settings = MappingProxyType({"method": self.name, **asdict(given)})
+        settings = LocalSGDSettings(*args, **kwargs)
+        self.moments = settings.moments
+        super().__init__(job, settings.workers, settings.local_steps)
+        self.settings = MappingProxyType({"method": self.name, **asdict(settings)})
 
 
 class DataParallel(WholeNetwork):
@@ -130,6 +130,6 @@ class DataParallel(WholeNetwork):
     options = DataParallelSettings
 
     def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
-        given = DataParallelSettings(*args, **kwargs)
-        super().__init__(job, given.workers, local_steps=1)
-        self.settings = MappingProxyType({"method": self.name, **asdict(given)})
+        settings = DataParallelSettings(*args, **kwargs)
+        super().__init__(job, settings.workers, local_steps=1)
+        self.settings = MappingProxyType({"method": self.name, **asdict(settings)})

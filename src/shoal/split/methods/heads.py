@@ -64,16 +64,16 @@ def make_head(cut: Cut, output: tuple[int, ...], width: int | None) -> Head:
 
 def _pooled(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Choose the size of each pooled dimension: at most 2 a side, or 8 for a sequence, so that all features fit."""
-    places = int((MOST_FEATURES / shape[0]) ** (1 / (len(shape) - 1)))
-    return tuple(min(size, max(1, min(places, 2 if len(shape) > 2 else 8))) for size in shape[1:])
+    side = int((MOST_FEATURES / shape[0]) ** (1 / (len(shape) - 1)))
+    return tuple(min(size, max(1, min(side, 2 if len(shape) > 2 else 8))) for size in shape[1:])
 
 
 def _pool(shape: tuple[int, ...]) -> tuple[nn.Module, int]:
     """Make a module that takes means over places, from [C, ...] to [C, at most 2 a side], and count its features."""
     if len(shape) < 2:
         return nn.Identity(), math.prod(shape)
-    kinds: dict[int, Any] = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d, 4: nn.AdaptiveAvgPool3d}
-    if len(shape) not in kinds:
+    pools: dict[int, Any] = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d, 4: nn.AdaptiveAvgPool3d}
+    if len(shape) not in pools:
         raise SplitError(f"what crosses the cut has rows of {len(shape)} dimensions; a head reads 1 to 4")
     pooled = _pooled(shape)
-    return kinds[len(shape)](pooled), shape[0] * math.prod(pooled)
+    return pools[len(shape)](pooled), shape[0] * math.prod(pooled)

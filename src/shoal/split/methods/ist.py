@@ -76,25 +76,26 @@ class IST(WholeNetwork):
     options = ISTSettings
 
     def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
-        given = self.given = ISTSettings(*args, **kwargs)
-        super().__init__(job, given.workers, given.local_steps)
+        settings = self.given = ISTSettings(*args, **kwargs)
+        super().__init__(job, settings.workers, settings.local_steps)
         self._part_slices: dict[int, tuple[Part, Mapping[str, Slice]]] = {}
-        self.moments = given.moments
+        self.moments = settings.moments
         batch = self.data.take(0, min(FEW, len(self.data)))
-        units = units_of(self.member.job, self.model, batch, given.blocks, given.streams)
-        self.units = dealt_layers(units, given.layers)
-        recovery = given.recovery
+        units = units_of(self.member.job, self.model, batch, settings.blocks, settings.streams)
+        self.units = dealt_layers(units, settings.layers)
+        recovery = settings.recovery
         if recovery is None:
-            recovery = int(given.workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
+            recovery = int(settings.workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
         self.recovery = min(recovery, self.rounds)
-        deal(self.units, [1.0] * given.workers, seed=0, round=0, overlap=given.overlap)  # too many workers raise now
+        # A trial, which raises an error now if there are too many workers.
+        deal(self.units, [1.0] * settings.workers, seed=0, round=0, overlap=settings.overlap)
         decided = {
             "blocks": self.units.blocks is not None,
             "streams": WHOLE_STREAM not in self.units.whole.values(),
             "layers": "alternate" if WHOLE_LAYER in self.units.whole.values() else "all",
             "recovery": self.recovery,
         }
-        self.settings = MappingProxyType({"method": self.name, **asdict(given), **decided})
+        self.settings = MappingProxyType({"method": self.name, **asdict(settings), **decided})
 
     # --- the parts ------------------------------------------------------------------------------------------------
 
@@ -120,10 +121,10 @@ class IST(WholeNetwork):
 
     def slices(self, part: Part) -> Mapping[str, Slice]:
         """Return the part's slices. They are found once for a part, so that equal rows are the same tensors."""
-        known = self._part_slices.get(part.number)
-        if known is None or known[0] is not part:
-            known = self._part_slices[part.number] = (part, self.units.slices(part.keep))
-        return known[1]
+        cached = self._part_slices.get(part.number)
+        if cached is None or cached[0] is not part:
+            cached = self._part_slices[part.number] = (part, self.units.slices(part.keep))
+        return cached[1]
 
     def returns(self, part: Part) -> Mapping[str, Slice]:
         return self.slices(part) if part.learn is None else self.units.slices(part.learn)
@@ -158,31 +159,31 @@ def units_of(
 
 def inputs_of(job: Job, model: nn.Module, batch: Any) -> tuple[Any, ...]:
     """Return the inputs that the job's step calls its network with."""
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs:
             raise SplitError(
                 f"the step calls its network by keyword ({', '.join(kwargs)}); a network is traced by position: "
                 "pass its inputs without names"
             )
-        seen.append(args)
+        calls.append(args)
 
-    twin = copy.deepcopy(model)
-    twin.register_forward_pre_hook(note, with_kwargs=True)
+    copied = copy.deepcopy(model)
+    copied.register_forward_pre_hook(record_call, with_kwargs=True)
     try:
         with seeded(job.seed, torch.device("cpu")), torch.no_grad(), autocast(job, torch.device("cpu")):
-            run_step(job, twin, batch)
+            run_step(job, copied, batch)
     except SplitError:
         raise
     except Exception as error:
-        if not seen:
+        if not calls:
             raise SplitError(
                 f"the step raised {describe(error)} on {FEW} rows; a network is traced with them"
             ) from error
-    if not seen:
+    if not calls:
         raise SplitError("the step never calls its network; a network is traced by its call: call model(...)")
-    return seen[0]
+    return calls[0]
 
 
 def _checked_shares(shares: Any, workers: int) -> Shares:

@@ -35,8 +35,8 @@ class Labels:
     """Standard deviation, in units of `scale`, of the noise that is added to the labels which the part after the cut
     reads."""
     layout: Layout = "full"
-    """ "full": a number for each element that crosses. "channel": one number for each channel, the same at every
-    place."""
+    """With "full", every element that crosses has its own number; with "channel", all elements of a channel share
+    one."""
 
     def __post_init__(self) -> None:
         check_choice("distribution", self.distribution, get_args(Distribution))
@@ -65,13 +65,13 @@ class Labels:
             drawn = torch.randint(0, 2, size, generator=generator) * 2.0 - 1.0
         return (drawn * self.scale).expand(classes, self.vectors, *shape).contiguous()
 
-    def loss(self, given: Tensor, table: Tensor, target: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor, table: Tensor, target: Tensor) -> Tensor:
         """Return the distance of a part's output from the labels of its rows' classes. Of several labels, the nearest
         counts."""
-        wanted = table.to(given.dtype)[target]
+        labels = table.to(outputs.dtype)[target]
         if self.vectors == 1:
-            return F.mse_loss(given, wanted[:, 0])
-        return (given.unsqueeze(1) - wanted).square().flatten(2).mean(2).min(1).values.mean()
+            return F.mse_loss(outputs, labels[:, 0])
+        return (outputs.unsqueeze(1) - labels).square().flatten(2).mean(2).min(1).values.mean()
 
     def read(self, table: Tensor, target: Tensor) -> Tensor:
         """Return what the part after a cut reads instead of activations: the labels of its rows, with noise."""
@@ -80,12 +80,12 @@ class Labels:
         return labels + self.noise * self.scale * torch.randn_like(labels) if self.noise else labels
 
 
-def nearest(given: Tensor, table: Tensor) -> Tensor:
+def nearest(outputs: Tensor, table: Tensor) -> Tensor:
     """Return for each row the class whose vector is nearest.
 
     >>> nearest(torch.tensor([[0.9], [-2.0]]), torch.tensor([[[1.0]], [[-1.0]]]))
     tensor([0, 1])
     """
-    flat, vectors = given.flatten(1).float(), table.flatten(2).float()
-    apart = torch.cdist(flat, vectors.flatten(0, 1)).view(len(flat), *vectors.shape[:2])
-    return apart.min(2).values.argmin(1)
+    flat, vectors = outputs.flatten(1).float(), table.flatten(2).float()
+    distances = torch.cdist(flat, vectors.flatten(0, 1)).view(len(flat), *vectors.shape[:2])
+    return distances.min(2).values.argmin(1)

@@ -35,10 +35,10 @@ def renormalise(job: Job, model: nn.Module, data: View, batches: int = BATCHES) 
     reading = Reading(job, len(data))
     groups = reading.groups(0, -(-min(batches, reading.num_batches) // job.accumulate))
     rows = [batch for _, group in groups for batch in group]
-    taken = (data.source.take(data.rows(batch), seed=job.order_seed) for batch in rows if len(batch) > 1)
+    batches_read = (data.source.take(data.rows(batch), seed=job.order_seed) for batch in rows if len(batch) > 1)
     device = data.source.device
     with seeded(job.seed, device), autocast(job, device):
-        _estimate(job, model, norms, taken)
+        _estimate(job, model, norms, batches_read)
     return len(norms)
 
 

@@ -100,11 +100,16 @@ class SILMethod(Method):
     options = SILSettings
 
     def __init__(self, job: Job | Member, *args: Any, **kwargs: Any) -> None:
-        given = SILSettings(*args, **kwargs)
+        settings = SILSettings(*args, **kwargs)
         self.member = prepare_job(job)
         self.source = job = self.member.job
-        self.way, self.variant, self.moments, self.recovery = given.method, given.variant, given.moments, given.recovery
-        self.labels: Labels | None = given if self.way == "labels" else None
+        self.way, self.variant, self.moments, self.recovery = (
+            settings.method,
+            settings.variant,
+            settings.moments,
+            settings.recovery,
+        )
+        self.labels: Labels | None = settings if self.way == "labels" else None
         if job.loss is None:
             raise SplitError("the job has its own step, so a part's loss is not known; use loss= in place of step=")
         batch = self.data.take(0, min(job.batch_size, len(self.data)))
@@ -112,7 +117,7 @@ class SILMethod(Method):
             raise SplitError(f"a batch is a {type(batch).__name__}; cut networks need (inputs, ..., targets)")
         few = tuple(self.data.take(0, min(FEW, len(self.data)))[:-1])
         recorded = record(self.model, few)
-        cuts = given.cuts
+        cuts = settings.cuts
         self.shares: list[float] | None = None
         if cuts is None or isinstance(cuts, int):
             cuts, self.shares = choose(recorded, job, batch[:-1], 2 if cuts is None else cuts)
@@ -120,9 +125,9 @@ class SILMethod(Method):
         self.count = self.num_workers = len(self.pieces.networks)
         self.lag = self.way == "heads" or self.variant == "B"
         self.tables = self._draw(batch[-1]) if self.way == "labels" else []
-        self.heads: list[Head] = self._make_heads(given.head_width) if self.way == "heads" else []
-        self.per_part = check_per_part(given.per_part, self.count)
-        self._plan(given.local_steps)
+        self.heads: list[Head] = self._make_heads(settings.head_width) if self.way == "heads" else []
+        self.per_part = check_per_part(settings.per_part, self.count)
+        self._plan(settings.local_steps)
         self._known: dict[int, tuple[int, Tensor]] = {}
         """Part -> its last window and the activations that it computed for it."""
         self._missing: set[tuple[int, int]] = set()
@@ -134,13 +139,13 @@ class SILMethod(Method):
                 "method": f"sil {self.way}" + (f" {self.variant}" if self.way == "labels" else ""),
                 "cuts": [c.name for c in self.pieces.cuts],
                 "local_steps": self.local_steps,
-                "recovery": given.recovery,
-                "head_width": given.head_width,
-                "moments": given.moments,
+                "recovery": settings.recovery,
+                "head_width": settings.head_width,
+                "moments": settings.moments,
                 "per_part": {
                     str(part): repr(sorted(changes.items())) for part, changes in sorted(self.per_part.items())
                 },
-                **({f.name: getattr(given, f.name) for f in dataclasses.fields(Labels)} if self.labels else {}),
+                **({f.name: getattr(settings, f.name) for f in dataclasses.fields(Labels)} if self.labels else {}),
             }
         )
 
@@ -158,31 +163,34 @@ class SILMethod(Method):
         self.rounds = self.apart + self.recovery
 
     def _draw(self, target: Any) -> list[Tensor]:
+        """Draw the labels of every cut, or raise a SplitError if there are no classes."""
         output = self.pieces.output
-        whole = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
-        if not whole or len(output) != 1:
+        are_classes = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+        if not are_classes or len(output) != 1:
             what = f"{target.dtype} of shape {list(target.shape)}" if isinstance(target, Tensor) else type(target)
             raise SplitError(
                 f"labels need classes: targets are {what} and the output has rows of shape {list(output)}; use whole "
                 "numbers and one output for each class, or method='heads'"
             )
         assert self.labels is not None
-        for where in self.pieces.cuts:
-            if not where.dtype.is_floating_point:
-                raise SplitError(f"cut {where.name!r}: {where.dtype} crosses it; labels are floating-point numbers")
+        for cut_point in self.pieces.cuts:
+            if not cut_point.dtype.is_floating_point:
+                raise SplitError(
+                    f"cut {cut_point.name!r}: {cut_point.dtype} crosses it; labels are floating-point numbers"
+                )
         return [
-            self.labels.draw(output[0], where.shape, self.source.seed, place).to(where.dtype)
-            for place, where in enumerate(self.pieces.cuts)
+            self.labels.draw(output[0], cut_point.shape, self.source.seed, index).to(cut_point.dtype)
+            for index, cut_point in enumerate(self.pieces.cuts)
         ]
 
     def _make_heads(self, width: int | None) -> list[Head]:
         with seeded(mixed(self.source.seed, self.count), torch.device("cpu")):
-            return [make_head(where, self.pieces.output, width) for where in self.pieces.cuts]
+            return [make_head(cut_point, self.pieces.output, width) for cut_point in self.pieces.cuts]
 
     def companions(self) -> Tensors:
         return {
-            f"{_head(place)}{name}": tensor
-            for place, head in enumerate(self.heads)
+            f"{_head(index)}{name}": tensor
+            for index, head in enumerate(self.heads)
             for name, tensor in tensors_of(head).items()
         }
 
@@ -202,40 +210,40 @@ class SILMethod(Method):
             raise SplitError(
                 f"{self.count} parts need {self.count} workers, and {len(workers)} are there; cut less, or add workers"
             )
-        turn = sorted((number + place) % self.count for place in range(min(self.count, len(workers))))
+        turn = sorted((number + index) % self.count for index in range(min(self.count, len(workers))))
         busy = [part for part in (self.part_of(number, role) for role in turn) if part.steps]
-        return [dataclasses.replace(part, number=place) for place, part in enumerate(busy)]
+        return [dataclasses.replace(part, number=index) for index, part in enumerate(busy)]
 
-    def part_of(self, number: int, place: int) -> Part:
-        """Return what part `place` does in a round: nothing before its first window, after its last, or without
+    def part_of(self, number: int, index: int) -> Part:
+        """Return what part `index` does in a round: nothing before its first window, after its last, or without
         input."""
-        window = number - place if self.lag else number
+        window = number - index if self.lag else number
         step = window * self.local_steps
         steps = max(0, min(self.local_steps, self.steps - step)) if window >= 0 else 0
-        if self.lag and place and (place - 1, window) in self._missing:
+        if self.lag and index and (index - 1, window) in self._missing:
             steps = 0
-        return self._part(place, str(place), number, max(0, step), steps)
+        return self._part(index, str(index), number, max(0, step), steps)
 
-    def _part(self, place: int, role: str, number: int, step: int, steps: int) -> Part:
-        seed = mixed(self.source.seed, number, place)
-        return Part(number=place, role=role, start=self.reading.first_batch(step), steps=steps, seed=seed)
+    def _part(self, index: int, role: str, number: int, step: int, steps: int) -> Part:
+        seed = mixed(self.source.seed, number, index)
+        return Part(number=index, role=role, start=self.reading.first_batch(step), steps=steps, seed=seed)
 
     def network(self, part: Part) -> nn.Module:
         if part.role == WHOLE:
             return copy.deepcopy(self.model)
-        place = int(part.role)
-        network = copy.deepcopy(self.pieces.networks[place])
-        return WithHead(network, copy.deepcopy(self.heads[place])) if place < len(self.heads) else network
+        index = int(part.role)
+        network = copy.deepcopy(self.pieces.networks[index])
+        return WithHead(network, copy.deepcopy(self.heads[index])) if index < len(self.heads) else network
 
     def slices(self, part: Part) -> Mapping[str, Slice]:
         if part.role == WHOLE:
             return {name: Slice(name) for name in tensors_of(self.model)}
-        place = int(part.role)
-        names = self.pieces.names[place]
-        if place >= len(self.heads):
+        index = int(part.role)
+        names = self.pieces.names[index]
+        if index >= len(self.heads):
             return {name: Slice(whole) for name, whole in names.items()}
         slices = {f"body.{name}": Slice(whole) for name, whole in names.items()}
-        return slices | {f"head.{name}": Slice(f"{_head(place)}{name}") for name in tensors_of(self.heads[place])}
+        return slices | {f"head.{name}": Slice(f"{_head(index)}{name}") for name in tensors_of(self.heads[index])}
 
     # --- a part's training ------------------------------------------------------------------------------------------
 
@@ -243,21 +251,21 @@ class SILMethod(Method):
         job = self.job(self.source, part)
         if part.role == WHOLE:
             return lambda network, batch: run_step(job, network, batch)[0]
-        place = int(part.role)
-        into = self.tables[place - 1] if self.way == "labels" and self.variant == "A" and place else None
-        wanted = self.tables[place] if self.way == "labels" and place < self.count - 1 else None
+        index = int(part.role)
+        input_labels = self.tables[index - 1] if self.way == "labels" and self.variant == "A" and index else None
+        output_labels = self.tables[index] if self.way == "labels" and index < self.count - 1 else None
         labels = self.labels
 
         def step(network: nn.Module, batch: Any) -> Tensor:
             target = batch[-1]
-            if into is not None and labels is not None:
-                given = network(labels.read(into.to(target.device), target))
+            if input_labels is not None and labels is not None:
+                outputs = network(labels.read(input_labels.to(target.device), target))
             else:
-                given = network(*batch[:-1])
-            if wanted is not None and labels is not None:
-                return labels.loss(given, wanted.to(given.device), target)
+                outputs = network(*batch[:-1])
+            if output_labels is not None and labels is not None:
+                return labels.loss(outputs, output_labels.to(outputs.device), target)
             assert job.loss is not None
-            return job.loss(given, target)
+            return job.loss(outputs, target)
 
         return step
 
@@ -299,38 +307,38 @@ class SILMethod(Method):
             return batch
         if not self.lag:
             return (batch[-1],)
-        cut = self.pieces.cuts[int(part.role) - 1]
-        return torch.zeros(batch_rows(batch), *cut.shape, dtype=cut.dtype), batch[-1]
+        cut_point = self.pieces.cuts[int(part.role) - 1]
+        return torch.zeros(batch_rows(batch), *cut_point.shape, dtype=cut_point.dtype), batch[-1]
 
     def predicted_extras(self, part: Part) -> tuple[Tensors, Tensors]:
         if not self.lag or part.role == WHOLE or not part.steps:
             return {}, {}
         rows = sum(len(batch) for _, group in self.reading.groups(part.start, part.steps) for batch in group)
 
-        def crossing(place: int) -> Tensors:
-            if not 0 <= place < len(self.pieces.cuts):
+        def crossing(index: int) -> Tensors:
+            if not 0 <= index < len(self.pieces.cuts):
                 return {}
-            where = self.pieces.cuts[place]
-            return {ACROSS: torch.empty(rows, *where.shape, dtype=where.dtype, device="meta")}
+            cut_point = self.pieces.cuts[index]
+            return {ACROSS: torch.empty(rows, *cut_point.shape, dtype=cut_point.dtype, device="meta")}
 
         return crossing(int(part.role) - 1), crossing(int(part.role))
 
     def see(self, number: int, parts: Sequence[Part], outcomes: Sequence[Outcome | None]) -> None:
-        came = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
-        for place in range(self.count - 1 if self.lag else 0):
-            window = number - place
+        outcome_of = {part.role: outcome for part, outcome in zip(parts, outcomes, strict=True) if outcome is not None}
+        for index in range(self.count - 1 if self.lag else 0):
+            window = number - index
             if not 0 <= window < self.windows:
                 continue
-            activations = came[str(place)].extras.get(ACROSS) if str(place) in came else None
+            activations = outcome_of[str(index)].extras.get(ACROSS) if str(index) in outcome_of else None
             if activations is None:  # lost with its worker, or no worker was there to train it
-                self._missing.add((place, window))
+                self._missing.add((index, window))
             else:
-                self._known[place] = (window, activations)
+                self._known[index] = (window, activations)
                 self.crossed += activations.nbytes
 
     def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:
-        for place, head in enumerate(self.heads):
-            head.load_state_dict({name: tensors[f"{_head(place)}{name}"] for name in tensors_of(head)})
+        for index, head in enumerate(self.heads):
+            head.load_state_dict({name: tensors[f"{_head(index)}{name}"] for name in tensors_of(head)})
 
     def stored(self) -> dict[str, Any]:
         return {"known": dict(self._known), "missing": sorted(self._missing), "crossed": self.crossed}
@@ -345,11 +353,11 @@ class SILMethod(Method):
         if not self.lag:
             return sum(table.nbytes for table in self.tables)
         rows = sum(len(batch) for _, group in self.reading.groups(0, self.steps) for batch in group)
-        return rows * sum(where.row_bytes for where in self.pieces.cuts)
+        return rows * sum(cut_point.row_bytes for cut_point in self.pieces.cuts)
 
 
-def _head(place: int) -> str:
-    return f"shoal_head_{place}."
+def _head(index: int) -> str:
+    return f"shoal_head_{index}."
 
 
 def check_per_part(per_part: Any, count: int) -> dict[int, dict[str, Any]]:
@@ -358,7 +366,7 @@ def check_per_part(per_part: Any, count: int) -> dict[int, dict[str, Any]]:
     for key, value in settings.items():
         if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < count:
             raise SplitError(f"per_part has settings of part {key!r}; there are parts 0 to {count - 1}")
-        odd = next((name for name in value if name not in PER_PART), None)
-        if odd is not None:
-            raise SplitError(f"per_part: part {key} has {odd!r}; a part may have {', '.join(PER_PART)} of its own")
+        unknown = next((name for name in value if name not in PER_PART), None)
+        if unknown is not None:
+            raise SplitError(f"per_part: part {key} has {unknown!r}; a part may have {', '.join(PER_PART)} of its own")
     return settings

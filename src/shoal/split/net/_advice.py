@@ -133,6 +133,7 @@ def _time_step(method: Method, part: Part, device: torch.device) -> float:
 def _forecast(
     method: Method, workers: Sequence[Worker], link: LinkSpeed, codec: str, device: torch.device, alone: float
 ) -> MethodForecast:
+    """Predict the costs of a round of one method."""
     number = min(1, method.rounds - 1)
     parts = method.parts(number, workers)
     forecast = Forecast(method, partial(message_bytes, codec=codec_named(codec)))
@@ -158,6 +159,7 @@ def _largest(method: SILMethod) -> float:
 
 
 def _sentence(advice: Advice) -> str:
+    """Return the advice as one sentence."""
     first, *others = advice.forecasts
     better = max(others, key=lambda f: f.speedup, default=first)
     share = first.link_seconds / first.round_seconds
@@ -168,7 +170,7 @@ def _sentence(advice: Advice) -> str:
     if first.speedup >= PAYS:
         return f"Splitting pays here: {measured}."
     want = first.link_seconds / (advice.workers * advice.alone_step_seconds / PAYS - first.step_seconds)
-    if want > 0 and first.method in ("ist", "local_sgd"):  # with the others, bytes go by steps
+    if want > 0 and first.method in ("ist", "local_sgd"):  # bytes of the others grow with the steps
         return f"Splitting does not pay here: {measured}; from about {round(want) + 1} local steps on it would."
     if better.speedup >= PAYS:
         return f"Splitting does not pay here: {measured}; {better.method} would ({better.speedup:.1f} times)."

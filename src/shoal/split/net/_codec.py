@@ -59,14 +59,14 @@ class Int8(Codec):
         rows = value.to(torch.float32).reshape(_rows(tuple(value.shape)), -1)
         scale = rows.abs().amax(1) / 127 if rows.numel() else rows.new_zeros(1)
         steps = rows / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
-        whole = steps.nan_to_num().round().clamp(-127, 127).to(torch.int8)
-        return torch.cat([tensor_bytes(scale), tensor_bytes(whole)])
+        integers = steps.nan_to_num().round().clamp(-127, 127).to(torch.int8)
+        return torch.cat([tensor_bytes(scale), tensor_bytes(integers)])
 
     def decode(self, data: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         count = _rows(shape)
         scale = data[: 4 * count].clone().view(torch.float32)
-        whole = data[4 * count :].clone().view(torch.int8).view(count, prod(shape) // count)
-        return (whole.to(torch.float32) * scale.unsqueeze(1)).view(shape).to(dtype)
+        integers = data[4 * count :].clone().view(torch.int8).view(count, prod(shape) // count)
+        return (integers.to(torch.float32) * scale.unsqueeze(1)).view(shape).to(dtype)
 
 
 def _rows(shape: Shape) -> int:
@@ -137,8 +137,8 @@ class OutcomeCodec:
 
     def __init__(self, method: Method, codec: Codec) -> None:
         self.method, self.codec = method, codec
-        whole = {**tensors_of(method.model), **method.companions()}
-        self.whole: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        tensors = {**tensors_of(method.model), **method.companions()}
+        self.whole: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.feedback = Feedback(codec, self.whole)
 
     def sent(self, task: Task, outcome: Outcome) -> Outcome:
@@ -164,22 +164,22 @@ class OutcomeCodec:
         """Return tensors plus or minus what the task started from; gradients start from nothing."""
         if self.method.merge == "gradients":
             return tensors
-        held, wanted = self.method.slices(task.part), self.method.returns(task.part)
+        task_slices, returned_slices = self.method.slices(task.part), self.method.returns(task.part)
         results: Tensors = {}
         for name, value in tensors.items():
             if value.dtype.is_floating_point:
-                base = Slice(name, within(held[name], wanted[name])).take(task.tensors[name])
+                base = Slice(name, within(task_slices[name], returned_slices[name])).take(task.tensors[name])
                 value = value + base if sign > 0 else value - base
             results[name] = value
         return results
 
 
-def within(held: Slice, wanted: Slice) -> Index:
+def within(outer_slice: Slice, inner_slice: Slice) -> Index:
     """Return where a slice lies in a larger one of the same tensor."""
 
     def rows(dim: int) -> Tensor | None:
-        inner = wanted.index[dim]
-        outer = held.index[dim] if dim < len(held.index) else None
+        inner = inner_slice.index[dim]
+        outer = outer_slice.index[dim] if dim < len(outer_slice.index) else None
         return inner if inner is None or outer is None else torch.searchsorted(outer, inner)
 
-    return tuple(rows(dim) for dim in range(len(wanted.index)))
+    return tuple(rows(dim) for dim in range(len(inner_slice.index)))

@@ -133,8 +133,8 @@ class Distributed:
     def _add_workers(self, arrived: Sequence[Connected]) -> None:
         """Add workers, and give each the smallest free number."""
         for worker in arrived:
-            taken = {m.number for m in self._workers}
-            worker.number = next(n for n in range(len(taken) + 1) if n not in taken)
+            numbers = {m.number for m in self._workers}
+            worker.number = next(n for n in range(len(numbers) + 1) if n not in numbers)
             self._workers.append(worker)
             self._workers.sort(key=lambda m: m.number)
 

@@ -57,8 +57,8 @@ class Deadline:
         """
         if self.fixed is not None:
             return self.fixed
-        known = [*self._times, *finished]
-        if not known:
+        times = [*self._times, *finished]
+        if not times:
             return self.first
-        expected = max(median(known), self._own.get(worker, 0.0))
+        expected = max(median(times), self._own.get(worker, 0.0))
         return (self.factor * expected + self.margin) * float(1 << self._misses.get(worker, 0))

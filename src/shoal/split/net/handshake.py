@@ -64,14 +64,16 @@ def difference(ours: Plan, theirs: Plan) -> str | None:
     if isinstance(theirs.get("data"), dict) and theirs["data"].get("rows") == PRIVATE:
         ours = {**ours, "data": {**ours["data"], "rows": PRIVATE}}
         theirs = {**theirs, "rounds": ours.get("rounds")}  # they follow from the number of rows
-    for name, here in ours.items():
-        there = theirs.get(name)
-        if json.dumps(here) == json.dumps(there):  # texts are compared, because NaN != NaN
+    for name, our_value in ours.items():
+        their_value = theirs.get(name)
+        if json.dumps(our_value) == json.dumps(their_value):  # texts are compared, because NaN != NaN
             continue
-        if isinstance(here, Mapping) and isinstance(there, Mapping):
-            key = next(k for k in [*here, *there] if json.dumps(here.get(k)) != json.dumps(there.get(k)))
-            return f"{name} ({key}) is {_format(there.get(key))} there and {_format(here.get(key))} here"
-        return f"{name} is {_format(there)} there and {_format(here)} here"
+        if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
+            key = next(
+                k for k in [*our_value, *their_value] if json.dumps(our_value.get(k)) != json.dumps(their_value.get(k))
+            )
+            return f"{name} ({key}) is {_format(their_value.get(key))} there and {_format(our_value.get(key))} here"
+        return f"{name} is {_format(their_value)} there and {_format(our_value)} here"
     return None
 
 

@@ -236,6 +236,7 @@ def connect(where: Address, ask: dict[str, Any], seconds: float) -> Link:
 
 
 def _request(where: Address, ask: dict[str, Any], seconds: float) -> tuple[Link, dict[str, Any]]:
+    """Connect, send a request, and return the link and the answer."""
     link = Link(_reach(where, seconds))
     try:
         link.send(text_message(ASK, json.dumps(ask)), seconds)

@@ -138,6 +138,7 @@ class Run:
 
     @contextmanager
     def _executor(self, settings: Settings, job: Job, method: Method, workers: int) -> Iterator[Distributed]:
+        """Start the coordinator with its local workers."""
         local = self.place.local_of(workers)
         with local_workers(
             job, method, local, others=workers - local, worker={"device": self._device(), "patience": 10.0},
@@ -153,6 +154,7 @@ class Run:
             self.tell(line)
 
     def _train(self, settings: Settings, job: Job, method: Method, executor: Distributed) -> Result:
+        """Print the advice, train at the coordinator, and return the result with its report."""
         workers = executor.roll(0)
         speed = LinkSpeed.parse(self.link) if self.link is not None else executor.probe()
         try:

@@ -55,27 +55,27 @@ def fix(axis: Axis, reason: str) -> None:
         leaf.fixed = leaf.fixed or reason
 
 
-def note(axis: Axis, word: str) -> None:
+def note(axis: Axis, label: str) -> None:
     for leaf in leaves(axis):
-        leaf.notes.add(word)
+        leaf.notes.add(label)
 
 
 def product(factors: Sequence[Axis]) -> Axis:
     factors = [find(f) for f in factors if find(f).size != 1]
     if len(factors) == 1:
         return factors[0]
-    made = Axis(prod(f.size for f in factors))
-    made.factors = list(factors)
-    return made
+    axis = Axis(prod(f.size for f in factors))
+    axis.factors = list(factors)
+    return axis
 
 
 def total(terms: Sequence[Axis]) -> Axis:
     terms = [find(t) for t in terms if find(t).size]
     if len(terms) == 1:
         return terms[0]
-    made = Axis(sum(t.size for t in terms))
-    made.terms = list(terms)
-    return made
+    axis = Axis(sum(t.size for t in terms))
+    axis.terms = list(terms)
+    return axis
 
 
 def unify(a: Axis, b: Axis) -> None:
@@ -88,7 +88,7 @@ def unify(a: Axis, b: Axis) -> None:
         fix(b, f"sizes {a.size} and {b.size} meet")
         return
     if a.factors or a.terms:
-        a, b = b, a  # a leaf goes into whatever the other is
+        a, b = b, a  # a leaf becomes what the other is
     if not (a.factors or a.terms):
         if a.fixed:
             fix(b, a.fixed)
@@ -142,8 +142,8 @@ def pieces(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
             outer = pieces(axis.factors[0], [n // inner for n in sizes])
             return [product([piece, *axis.factors[1:]]) for piece in outer]
     if axis.terms and [find(t).size for t in axis.terms] == [n for n in sizes if n]:
-        known = iter(axis.terms)
-        return [find(next(known)) if n else Axis(0) for n in sizes]
+        terms = iter(axis.terms)
+        return [find(next(terms)) if n else Axis(0) for n in sizes]
     if axis.factors or axis.terms:
         fix(axis, "it is taken apart in two ways that do not fit")
         return [Axis(n, "a piece of something that stays whole") for n in sizes]
@@ -187,9 +187,9 @@ def _flat(axis: Axis) -> list[Axis]:
 
 
 def _child(axis: Axis, size: int) -> Axis:
-    made = Axis(size, axis.fixed)
-    made.notes = set(axis.notes)
-    return made
+    child = Axis(size, axis.fixed)
+    child.notes = set(axis.notes)
+    return child
 
 
 def _cut(axis: Axis, sizes: list[int]) -> list[Axis]:
@@ -201,19 +201,20 @@ def _cut(axis: Axis, sizes: list[int]) -> list[Axis]:
 
 
 def _refine_factors(a: Axis, b: Axis) -> None:
+    """Split the factors of two products until they match, and unify them."""
     left, right = _flat(a)[::-1], _flat(b)[::-1]
     while left and right:
         x, y = find(left.pop()), find(right.pop())
         if x.size == y.size:
             unify(x, y)
             continue
-        large, small, rest = (x, y, left) if x.size > y.size else (y, x, right)
+        large, small, remaining = (x, y, left) if x.size > y.size else (y, x, right)
         halves = _cut(large, [small.size, large.size // small.size]) if large.size % small.size == 0 else []
         if not halves:
             _both_whole(a, b, "it is taken apart in two ways that do not fit")
             return
         unify(halves[0], small)
-        rest.append(halves[1])
+        remaining.append(halves[1])
 
 
 def _refine_terms(a: Axis, b: Axis) -> None:

@@ -123,11 +123,11 @@ def _innermost(runs: Sequence[Run]) -> list[str]:
 def _own_tensors(model: nn.Module, name: str) -> tuple[frozenset[str], str]:
     """Return the block's parameters and buffers, or the reason why it cannot be a unit."""
     names: dict[int, list[str]] = {}
-    for known, tensor in (
+    for tensor_name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        names.setdefault(id(tensor), []).append(known)
+        names.setdefault(id(tensor), []).append(tensor_name)
     inside = [same for same in names.values() if any(n.startswith(f"{name}.") for n in same)]
     shared = [same for same in inside if not all(n.startswith(f"{name}.") for n in same)]
     if shared:

@@ -72,11 +72,11 @@ class Probe:
 
     def _stirred(self, tensor: Tensor) -> Tensor:
         """Copy a tensor and add noise. Biases grow, so that few units are silent: a check sees nothing of those."""
-        made = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True)
-        if made.is_floating_point():
-            drawn = torch.rand(made.shape, generator=self._noise, dtype=made.dtype)
-            made += drawn * 0.2 - 0.1 if isinstance(tensor, nn.Parameter) and made.dim() > 1 else drawn * 0.5
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        copied = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True)
+        if copied.is_floating_point():
+            drawn = torch.rand(copied.shape, generator=self._noise, dtype=copied.dtype)
+            copied += drawn * 0.2 - 0.1 if isinstance(tensor, nn.Parameter) and copied.dim() > 1 else drawn * 0.5
+        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
     def run(self, model: nn.Module) -> Any:
         """Return the network's outputs. Random draws are the same every time."""
@@ -93,15 +93,15 @@ class Probe:
             }
             try:
                 exact = {name: rows for name, rows in keep.items() if units.groups[name].exact}
-                wrong = self._differs(units, exact) if exact else ""
-                if not wrong and len(exact) < len(keep):
+                problem = self._differs(units, exact) if exact else ""
+                if not problem and len(exact) < len(keep):
                     with _PlainNorms():
-                        wrong = self._differs(units, keep)
-                wrong = wrong or self._trains(narrow(self.whole, units, keep, scale=True))
+                        problem = self._differs(units, keep)
+                problem = problem or self._trains(narrow(self.whole, units, keep, scale=True))
             except Exception as error:
                 return f"the narrow network does not run ({describe(error)})"
-            if wrong:
-                return wrong
+            if problem:
+                return problem
         return ""
 
     def _differs(self, units: Units, keep: dict[str, Tensor]) -> str:
@@ -129,13 +129,13 @@ class Probe:
             }
             if all(rows is None for rows in rows_by_dim.values()):
                 return tensor
-            made = tensor.detach().clone()
+            silenced = tensor.detach().clone()
             for dim, rows in rows_by_dim.items():
                 if rows is not None:
-                    gone = torch.ones(made.shape[dim], dtype=torch.bool)
+                    gone = torch.ones(silenced.shape[dim], dtype=torch.bool)
                     gone[rows] = False
-                    made[(slice(None),) * dim + (gone,)] = 0
-            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                    silenced[(slice(None),) * dim + (gone,)] = 0
+            return nn.Parameter(silenced, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else silenced
 
         return shell(self.whole, silent)
 

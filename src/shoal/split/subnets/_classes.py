@@ -38,7 +38,7 @@ def attend(module: nn.MultiheadAttention, heads: int) -> None:
     if module.bias_k is not None or module.add_zero_attn:
         raise SplitError("attention with add_bias_kv or add_zero_attn keeps all its heads")
     module.num_heads = heads
-    module._qkv_same_embed_dim = False  # or layers around it would take the fused path of the whole network
+    module._qkv_same_embed_dim = False  # otherwise layers around it would use the fused path
     module.__class__ = subclass(type(module), _attending)
 
 

@@ -43,7 +43,7 @@ class Coupling:
 
     def give(self, tensor: Tensor, axes: Sequence[Axis]) -> None:
         """Set the axes of an operator's result."""
-        if id(tensor) in self.axes:  # in place, or handed through
+        if id(tensor) in self.axes:  # the operator works in place, or returns its argument
             for old, new in zip(self.axes[id(tensor)], axes, strict=True):
                 unify(old, new)
         else:

@@ -38,9 +38,8 @@ class _Builder:
             for axis in axes:
                 for leaf in twice(axis):
                     fix(leaf, "its units meet one another in one dimension")
-        for name, dim in sorted(
-            order, key=lambda place: place in self.summed
-        ):  # names come from the layers that make it
+        # Groups are named after the layers that make them, so dimensions that are summed over come last.
+        for name, dim in sorted(order, key=lambda dimension: dimension in self.summed):
             for leaf in leaves(self.axes(name)[dim]):
                 if leaf not in self.names and not self.reason(leaf):
                     self.names[leaf] = self.fresh_name(name)

@@ -94,12 +94,12 @@ class Record:
 
     def live(self) -> list[Op]:
         """List the operators that the output depends on."""
-        wanted = {_storage(t) for t in self.outputs}
+        needed = {_storage(t) for t in self.outputs}
         live_ops = []
         for op in reversed(self.ops):
-            if any(_storage(t) in wanted for t in op.outs):
+            if any(_storage(t) in needed for t in op.outs):
                 live_ops.append(op)
-                wanted.update(_storage(t) for t in op.tensors)
+                needed.update(_storage(t) for t in op.tensors)
         return live_ops[::-1]
 
 
@@ -129,8 +129,8 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
         raise SplitError(
             f"{type(model).__name__} cannot be copied ({describe(error)}): a split needs copies"
         ) from error
-    given = pytree.tree_map_only(Tensor, fake, tuple(inputs))
-    recorded = Record(named_state(copied), [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)])
+    fake_inputs = pytree.tree_map_only(Tensor, fake, tuple(inputs))
+    recorded = Record(named_state(copied), [t for t in pytree.tree_leaves(fake_inputs) if isinstance(t, Tensor)])
     stack: list[tuple[str, int]] = []
     recorded.recurrent = frozenset(n for n, m in copied.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase))
     for name, module in copied.named_modules():
@@ -139,7 +139,7 @@ def record(model: nn.Module, inputs: Sequence[Any]) -> Record:
     calls = _Calls(recorded, stack)
     try:
         with torch.no_grad(), fakes, _Ops(recorded, stack, calls), calls:
-            outputs = copied(*given)
+            outputs = copied(*fake_inputs)
     except Exception as error:
         raise SplitError(
             f"{type(model).__name__} cannot be traced: {describe(error)}; its forward pass may depend on shapes, not "
@@ -228,6 +228,6 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Return the arguments by their names in the operator's schema."""
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
-        yield argument.name, args[place] if place < len(args) else kwargs.get(argument.name, default)
+        yield argument.name, args[index] if index < len(args) else kwargs.get(argument.name, default)

@@ -26,15 +26,15 @@ def unknown(c: Coupling, op: Op) -> None:
     "zero_", "uniform_", "normal_", "lift_fresh", "lift_fresh_copy", "_assert_async", "exponential_",
 )  # fmt: skip
 def pointwise(c: Coupling, op: Op) -> None:
-    given = [c.of(t) for t in op.tensors]
+    in_axes = [c.of(t) for t in op.tensors]
     for tensor in op.outs:
         out = [Axis(n) for n in tensor.shape]
         c.give(tensor, out)
-        for axes in given:
+        for axes in in_axes:
             c.align(c.of(tensor), axes)
         if op.name in ("clone", "detach", "alias", "contiguous", "_to_copy") and id(op.tensors[0]) in c.origin:
             c.origin[id(tensor)] = c.origin[id(op.tensors[0])]
-    inner = [axes for axes, t in zip(given, op.tensors, strict=True) if id(t) not in c.origin and len(axes) > 1]
+    inner = [axes for axes, t in zip(in_axes, op.tensors, strict=True) if id(t) not in c.origin and len(axes) > 1]
     if op.name.startswith("add") and len(inner) == 2:
         for a, b in zip(reversed(inner[0]), reversed(inner[1]), strict=False):
             if find(a) is find(b):
@@ -84,72 +84,72 @@ def _reads(c: Coupling, op: Op, operands: list[tuple[Tensor, int]]) -> None:
 
 @rule("convolution")
 def _convolution(c: Coupling, op: Op) -> None:
-    given, weight, bias = c.of(op.args["input"]), c.of(op.args["weight"]), op.args["bias"]
+    in_axes, weight, bias = c.of(op.args["input"]), c.of(op.args["weight"]), op.args["bias"]
     name, dims = c.origin.get(id(op.args["weight"]), ("", []))
     if not name:
         unknown(c, op)
         return
     groups, transposed = op.args["groups"], op.args["transposed"]
-    read, made = (0, 1) if transposed else (1, 0)
-    for axis in (*weight[2:], *given[2:]):
+    in_dim, out_dim = (0, 1) if transposed else (1, 0)
+    for axis in (*weight[2:], *in_axes[2:]):
         fix(axis, "it is a kernel's or an image's side")
     if groups > 1:
         inside = "channels of one convolution group belong together"
-        fix(weight[read], inside) if not transposed else fix(weight[made], inside)
+        fix(weight[in_dim], inside) if not transposed else fix(weight[out_dim], inside)
         shared = Axis(groups)
-        sizes = given[1].size // groups, op.outs[0].shape[1] // groups
-        unify(given[1], product([shared, Axis(sizes[0], inside)]))
+        sizes = in_axes[1].size // groups, op.outs[0].shape[1] // groups
+        unify(in_axes[1], product([shared, Axis(sizes[0], inside)]))
         channels = product([shared, Axis(sizes[1], inside)])
         unify(weight[0], product([shared, Axis(sizes[0], inside)]) if transposed else channels)
     else:
-        unify(given[1], weight[read])
-        channels = weight[made]
-        c.sums.append(Sum(given[1], name, dims[read], op))
+        unify(in_axes[1], weight[in_dim])
+        channels = weight[out_dim]
+        c.sums.append(Sum(in_axes[1], name, dims[in_dim], op))
     note(channels, "channel")
     if bias is not None:
         unify(c.of(bias)[0], channels)
     sides = [Axis(n, "it is an image's side") for n in op.outs[0].shape[2:]]
     for side in sides:
         note(side, "input")
-    c.give(op.outs[0], [given[0], channels, *sides])
+    c.give(op.outs[0], [in_axes[0], channels, *sides])
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
       "_batch_norm_with_update", "_batch_norm_no_update", "_native_batch_norm_legit_functional")  # fmt: skip
 def _batch_norm(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["input"])
+    in_axes = c.of(op.args["input"])
     for tensor in op.tensors[1:]:
         if tensor.dim() == 1:
-            unify(c.of(tensor)[0], given[1])
-    c.give(op.outs[0], given)
+            unify(c.of(tensor)[0], in_axes[1])
+    c.give(op.outs[0], in_axes)
     for tensor in op.outs[1:]:
-        c.give(tensor, [given[1]] if tuple(tensor.shape) == (given[1].size,) else [Axis(n) for n in tensor.shape])
+        c.give(tensor, [in_axes[1]] if tuple(tensor.shape) == (in_axes[1].size,) else [Axis(n) for n in tensor.shape])
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def _layer_norm(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["input"])
-    inner = given[len(given) - len(op.args["normalized_shape"]) :]
+    in_axes = c.of(op.args["input"])
+    inner = in_axes[len(in_axes) - len(op.args["normalized_shape"]) :]
     for axis in inner:
         note(axis, "normalised")
     for tensor in op.tensors[1:]:
         c.align(inner, c.of(tensor))
-    c.give(op.outs[0], given)
+    c.give(op.outs[0], in_axes)
     for tensor in op.outs[1:]:
-        c.give(tensor, [*given[: len(given) - len(inner)], *(Axis(1) for _ in inner)][: tensor.dim()])
+        c.give(tensor, [*in_axes[: len(in_axes) - len(inner)], *(Axis(1) for _ in inner)][: tensor.dim()])
 
 
 @rule("native_group_norm")
 def _group_norm(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["input"])
+    in_axes = c.of(op.args["input"])
     groups, inside = op.args["group"], "channels of one normalisation group belong together"
     if groups == 1:
-        note(given[1], "normalised")
+        note(in_axes[1], "normalised")
     else:
-        unify(given[1], product([Axis(groups), Axis(given[1].size // groups, inside)]))
+        unify(in_axes[1], product([Axis(groups), Axis(in_axes[1].size // groups, inside)]))
     for tensor in op.tensors[1:]:
-        unify(c.of(tensor)[0], given[1])
-    c.give(op.outs[0], given)
+        unify(c.of(tensor)[0], in_axes[1])
+    c.give(op.outs[0], in_axes)
     for tensor in op.outs[1:]:
         c.give(tensor, [Axis(n, inside) for n in tensor.shape])
 

@@ -16,10 +16,10 @@ __all__ = ["RULES"]
 PICKED, SIDE, INSIDE_HEAD = "some of it is picked out", "it is an image's side", "it is inside an attention head"
 
 
-def _given(c: Coupling, op: Op) -> tuple[list[Axis], int]:
+def _argument_axes(c: Coupling, op: Op) -> tuple[list[Axis], int]:
     """Return the argument's axes and the dimension that the operator works on."""
-    given = c.of(op.args["self"])
-    return given, op.args.get("dim", 0) % max(1, len(given))
+    in_axes = c.of(op.args["self"])
+    return in_axes, op.args.get("dim", 0) % max(1, len(in_axes))
 
 
 def _give_view(c: Coupling, op: Op, out: Tensor, axes: Sequence[Axis], source: Sequence[int]) -> None:
@@ -35,24 +35,24 @@ def _give_view(c: Coupling, op: Op, out: Tensor, axes: Sequence[Axis], source: S
 
 def _move(c: Coupling, op: Op, source: Sequence[int]) -> None:
     """Set a result whose dimensions are the argument's in this order; -1 for a new one."""
-    given, out = c.of(op.args["self"]), op.outs[0]
-    axes = [Axis(n) if d < 0 else given[d] for d, n in zip(source, out.shape, strict=True)]
+    in_axes, out = c.of(op.args["self"]), op.outs[0]
+    axes = [Axis(n) if d < 0 else in_axes[d] for d, n in zip(source, out.shape, strict=True)]
     _give_view(c, op, out, axes, source)
 
 
 def _give_piece(c: Coupling, op: Op, out: Tensor, dim: int, part: Axis | None) -> None:
     """Set a result that has a part of one of the argument's dimensions, or nothing of it. Other dimensions are
     unchanged."""
-    given, inside = c.of(op.args["self"]), [] if part is None else [part]
-    source = [*range(dim), *(-1 for _ in inside), *range(dim + 1, len(given))]
-    _give_view(c, op, out, [*given[:dim], *inside, *given[dim + 1 :]], source)
+    in_axes, inside = c.of(op.args["self"]), [] if part is None else [part]
+    source = [*range(dim), *(-1 for _ in inside), *range(dim + 1, len(in_axes))]
+    _give_view(c, op, out, [*in_axes[:dim], *inside, *in_axes[dim + 1 :]], source)
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
 def _view(c: Coupling, op: Op) -> None:
-    given, out = c.of(op.args["self"]), op.outs[0]
-    axes = reshape(given, list(out.shape))
-    known = {id(find(axis)): d for d, axis in enumerate(given) if find(axis).size > 1}
+    in_axes, out = c.of(op.args["self"]), op.outs[0]
+    axes = reshape(in_axes, list(out.shape))
+    known = {id(find(axis)): d for d, axis in enumerate(in_axes) if find(axis).size > 1}
     _give_view(c, op, out, axes, [known.get(id(find(axis)), -1) for axis in axes])
 
 
@@ -79,16 +79,16 @@ def _unsqueeze(c: Coupling, op: Op) -> None:
 
 @rule("squeeze", "squeeze_")
 def _squeeze(c: Coupling, op: Op) -> None:
-    given = c.of(op.args["self"])
-    gone = _dims(op.args.get("dim"), len(given))
-    _move(c, op, [d for d, axis in enumerate(given) if not (d in gone and find(axis).size == 1)])
+    in_axes = c.of(op.args["self"])
+    gone = _dims(op.args.get("dim"), len(in_axes))
+    _move(c, op, [d for d, axis in enumerate(in_axes) if not (d in gone and find(axis).size == 1)])
 
 
 @rule("expand")
 def _expand(c: Coupling, op: Op) -> None:
-    given, sizes = c.of(op.args["self"]), op.outs[0].shape
-    missing = len(sizes) - len(given)
-    same = [d if find(axis).size == sizes[missing + d] else -1 for d, axis in enumerate(given)]
+    in_axes, sizes = c.of(op.args["self"]), op.outs[0].shape
+    missing = len(sizes) - len(in_axes)
+    same = [d if find(axis).size == sizes[missing + d] else -1 for d, axis in enumerate(in_axes)]
     _move(c, op, [*(-1 for _ in range(missing)), *same])
 
 
@@ -117,68 +117,68 @@ def _stack(c: Coupling, op: Op) -> None:
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
 def _split(c: Coupling, op: Op) -> None:
-    given, dim = _given(c, op)
-    for out, part in zip(op.outs, pieces(given[dim], [out.shape[dim] for out in op.outs]), strict=True):
+    in_axes, dim = _argument_axes(c, op)
+    for out, part in zip(op.outs, pieces(in_axes[dim], [out.shape[dim] for out in op.outs]), strict=True):
         _give_piece(c, op, out, dim, part)
 
 
 @rule("glu")
 def _gated(c: Coupling, op: Op) -> None:
-    given, dim = _given(c, op)
-    first, second = pieces(given[dim], [op.outs[0].shape[dim]] * 2)
+    in_axes, dim = _argument_axes(c, op)
+    first, second = pieces(in_axes[dim], [op.outs[0].shape[dim]] * 2)
     unify(first, second)
     _give_piece(c, op, op.outs[0], dim, first)
 
 
 @rule("slice")
 def _slice(c: Coupling, op: Op) -> None:
-    given, dim = _given(c, op)
-    size, left = given[dim].size, op.outs[0].shape[dim]
+    in_axes, dim = _argument_axes(c, op)
+    size, left = in_axes[dim].size, op.outs[0].shape[dim]
     if left == size:
-        _move(c, op, range(len(given)))
+        _move(c, op, range(len(in_axes)))
         return
     if op.args["step"] != 1:
-        fix(given[dim], PICKED)
+        fix(in_axes[dim], PICKED)
         part = Axis(left, PICKED)
     else:
         start = op.args["start"] or 0
         start = max(0, start + size if start < 0 else min(start, size))
-        part = pieces(given[dim], [start, left, size - start - left])[1]
+        part = pieces(in_axes[dim], [start, left, size - start - left])[1]
     _give_piece(c, op, op.outs[0], dim, part)
 
 
 @rule("select", "unbind")
 def _select(c: Coupling, op: Op) -> None:
-    given, dim = _given(c, op)
-    fix(given[dim], PICKED)
+    in_axes, dim = _argument_axes(c, op)
+    fix(in_axes[dim], PICKED)
     for out in op.outs:
         _give_piece(c, op, out, dim, None)
 
 
 @rule("index", "index_select")
 def _index(c: Coupling, op: Op) -> None:
-    given, dim = _given(c, op)
+    in_axes, dim = _argument_axes(c, op)
     at = [dim] if op.name == "index_select" else [d for d, i in enumerate(op.args["indices"]) if i is not None]
     for d in at:
-        fix(given[d], PICKED)
-    rest = [axis for d, axis in enumerate(given) if d not in at]
-    fresh = [Axis(n, "an index has its size") for n in op.outs[0].shape[: op.outs[0].dim() - len(rest)]]
+        fix(in_axes[d], PICKED)
+    other_axes = [axis for d, axis in enumerate(in_axes) if d not in at]
+    fresh = [Axis(n, "an index has its size") for n in op.outs[0].shape[: op.outs[0].dim() - len(other_axes)]]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    c.give(op.outs[0], [*rest[:first], *fresh, *rest[first:]])
+    c.give(op.outs[0], [*other_axes[:first], *fresh, *other_axes[first:]])
 
 
 @rule("repeat")
 def _repeat(c: Coupling, op: Op) -> None:
-    given, times = c.of(op.args["self"]), op.args["repeats"]
-    padded = [*(Axis(1) for _ in range(len(times) - len(given))), *given]
+    in_axes, times = c.of(op.args["self"]), op.args["repeats"]
+    padded = [*(Axis(1) for _ in range(len(times) - len(in_axes))), *in_axes]
     c.give(op.outs[0], [axis if n == 1 else product([Axis(n), axis]) for axis, n in zip(padded, times, strict=True)])
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
 def _softmax(c: Coupling, op: Op) -> None:
-    given, dim = _given(c, op)
-    fix(given[dim], "a softmax is taken over it")
-    c.give(op.outs[0], given)
+    in_axes, dim = _argument_axes(c, op)
+    fix(in_axes[dim], "a softmax is taken over it")
+    c.give(op.outs[0], in_axes)
 
 
 @rule("mean", "sum", "amax", "amin", "max", "min", "var", "std", "var_mean", "argmax", "argmin", "logsumexp", "prod",
@@ -187,24 +187,24 @@ def _reduce(c: Coupling, op: Op) -> None:
     if "other" in op.args:
         pointwise(c, op)
         return
-    given = c.of(op.args["self"] if "self" in op.args else op.tensors[0])
-    gone = _dims(op.args.get("dim"), len(given))
+    in_axes = c.of(op.args["self"] if "self" in op.args else op.tensors[0])
+    gone = _dims(op.args.get("dim"), len(in_axes))
     for d in gone:
         if op.call is not None and op.call.name in ("layer_norm", "rms_norm"):
-            note(given[d], "normalised")
+            note(in_axes[d], "normalised")
         else:
-            fix(given[d], f"its {op.name} is taken")
+            fix(in_axes[d], f"its {op.name} is taken")
     keep = bool(op.args.get("keepdim"))
-    left = [Axis(1) if d in gone else axis for d, axis in enumerate(given) if keep or d not in gone]
+    left = [Axis(1) if d in gone else axis for d, axis in enumerate(in_axes) if keep or d not in gone]
     for out in op.outs:
         c.give(out, left if out.dim() == len(left) else [Axis(n, "reduced") for n in out.shape])
 
 
-def _dims(asked: Any, count: int) -> set[int]:
+def _dims(dims: Any, count: int) -> set[int]:
     """Return dimensions as operators take them: one, several, or all (None, or none named)."""
-    if asked is None or asked == []:
+    if dims is None or dims == []:
         return set(range(count))
-    return {d % count for d in (asked if isinstance(asked, list | tuple) else [asked])} if count else set()
+    return {d % count for d in (dims if isinstance(dims, list | tuple) else [dims])} if count else set()
 
 
 @rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
@@ -214,29 +214,29 @@ def _dims(asked: Any, count: int) -> set[int]:
       "replication_pad1d", "replication_pad2d")  # fmt: skip
 def _pool(c: Coupling, op: Op) -> None:
     """Pooling changes the sides of an image; rows and channels before them are unchanged."""
-    given = c.of(op.tensors[0])
+    in_axes = c.of(op.tensors[0])
     sides = 3 if "3d" in op.name else 1 if "1d" in op.name else 2
     for out in op.outs:
-        _resize(c, given, out, range(len(given) - sides, len(given)), SIDE)
+        _resize(c, in_axes, out, range(len(in_axes) - sides, len(in_axes)), SIDE)
 
 
 @rule("constant_pad_nd")
 def _pad(c: Coupling, op: Op) -> None:
-    given, sizes = c.of(op.args["self"]), op.outs[0].shape
-    padded = [d for d, axis in enumerate(given) if find(axis).size != sizes[d]]
-    _resize(c, given, op.outs[0], padded, "it is padded")
+    in_axes, sizes = c.of(op.args["self"]), op.outs[0].shape
+    padded = [d for d, axis in enumerate(in_axes) if find(axis).size != sizes[d]]
+    _resize(c, in_axes, op.outs[0], padded, "it is padded")
 
 
-def _resize(c: Coupling, given: Sequence[Axis], out: Tensor, dims: Iterable[int], reason: str) -> None:
+def _resize(c: Coupling, in_axes: Sequence[Axis], out: Tensor, dims: Iterable[int], reason: str) -> None:
     """Set a result of which some dimensions have other sizes than the argument's; those stay whole.
 
     Sizes that follow from the inputs' sizes still do.
     """
-    axes = list(given)
+    axes = list(in_axes)
     for d in dims:
-        fix(given[d], reason)
+        fix(in_axes[d], reason)
         axes[d] = Axis(out.shape[d], reason)
-        if reason == SIDE or "input" in find(given[d]).notes:
+        if reason == SIDE or "input" in find(in_axes[d]).notes:
             note(axes[d], "input")
     c.give(out, axes)
 

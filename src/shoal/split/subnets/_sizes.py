@@ -49,7 +49,7 @@ _ACTIVE = _Active()
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Inside, calls are Shoal's own and are not replaced."""
+    """Mark calls inside this context as Shoal's own, so that their sizes are not replaced."""
     _ACTIVE.modes.append(None)
     try:
         yield
@@ -105,34 +105,36 @@ class Sizes(TorchFunctionMode):
 
 def _resized(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call's arguments with the narrow network's sizes."""
-    name, wanted = entry.name, entry.sizes[0]
+    name, new_sizes = entry.name, entry.sizes[0]
     x, rest = args[0], args[1:]
     if name in ("view", "reshape", "expand"):
-        asked = rest if rest else next(iter(kwargs.values()))
-        asked = asked[0] if len(asked) == 1 and isinstance(asked[0], Sequence | torch.Size) else asked
-        if any(not isinstance(n, int) for n in asked):
+        old_sizes = rest if rest else next(iter(kwargs.values()))
+        old_sizes = (
+            old_sizes[0] if len(old_sizes) == 1 and isinstance(old_sizes[0], Sequence | torch.Size) else old_sizes
+        )
+        if any(not isinstance(n, int) for n in old_sizes):
             return args, kwargs
-        return (x, _merged(asked, wanted, infer=name != "expand")), {}
+        return (x, _merged(old_sizes, new_sizes, infer=name != "expand")), {}
     if name == "unflatten":
-        dim, asked = (*rest, *(kwargs[k] for k in ("dim", "sizes") if k in kwargs))
+        dim, old_sizes = (*rest, *(kwargs[k] for k in ("dim", "sizes") if k in kwargs))
         at = dim % x.dim()
-        return (x, dim, _merged(asked, wanted[at : at + len(asked)], infer=True)), {}
+        return (x, dim, _merged(old_sizes, new_sizes[at : at + len(old_sizes)], infer=True)), {}
     if name in ("split", "split_with_sizes"):
         pieces = [out[entry.dim] for out in entry.sizes]
         known = all(isinstance(n, int) for n in pieces)
         return ((x, pieces, entry.dim), {}) if known else (args, kwargs)
     if name in ("layer_norm", "rms_norm"):
-        asked = rest[0] if rest else kwargs["normalized_shape"]
+        old_sizes = rest[0] if rest else kwargs["normalized_shape"]
         kwargs = {key: value for key, value in kwargs.items() if key != "normalized_shape"}
-        return (x, list(wanted[len(wanted) - len(asked) :]), *rest[1:]), kwargs
+        return (x, list(new_sizes[len(new_sizes) - len(old_sizes) :]), *rest[1:]), kwargs
     return args, kwargs
 
 
-def _merged(asked: Sequence[int], wanted: Sequence[Size], *, infer: bool) -> list[int]:
+def _merged(old_sizes: Sequence[int], new_sizes: Sequence[Size], *, infer: bool) -> list[int]:
     """Replace the caller's sizes by the narrow network's. A size that rows and units share is inferred if possible."""
-    infer = infer and -1 not in asked and sum(isinstance(new, Fraction) for new in wanted) == 1
+    infer = infer and -1 not in old_sizes and sum(isinstance(new, Fraction) for new in new_sizes) == 1
     merged = []
-    for size, new in zip(asked, wanted, strict=True):
+    for size, new in zip(old_sizes, new_sizes, strict=True):
         if isinstance(new, Fraction):
             new = -1 if infer or size == -1 else int(size * new)
         merged.append(size if new is None else new)

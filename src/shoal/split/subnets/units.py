@@ -43,7 +43,7 @@ class Group:
     size: int
     """The number of units."""
     kind: str
-    """"neuron", "channel", "head" or "block"."""
+    """What a unit is: "neuron", "channel", "head" or "block"."""
     uses: tuple[Use, ...]
     exact: bool = True
     """Whether the narrow network computes what the whole one does without the missing units. It does not if a layer
@@ -132,7 +132,7 @@ class Blocks:
     def gone(self, keep: Keep) -> list[str]:
         """Return the blocks that are not kept."""
         blocks = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
-        return [name for place, name in enumerate(self.modules) if place not in blocks]
+        return [name for index, name in enumerate(self.modules) if index not in blocks]
 
     def absent(self, keep: Keep) -> frozenset[str]:
         """Return the tensors that a part without these blocks does not have."""

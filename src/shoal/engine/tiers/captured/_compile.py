@@ -42,7 +42,7 @@ def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
     if not compiled:
         return Executable(lambda tensors: step(tensors, inputs), False, 0.0)
     start = time.perf_counter()
-    with warnings.catch_warnings():  # of torch, about torch
+    with warnings.catch_warnings():  # torch warns of its own deprecated code
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.lowering")  # a decomposition uses it without importing it
         from torch._inductor.decomposition import select_decomp_table
@@ -68,7 +68,7 @@ def _inductor(graph: GraphModule) -> Compiled:
 
     AOTAutograd is not used, because the backward pass is already in the graph, and no two inputs overlap.
     """
-    with warnings.catch_warnings():  # of torch, about torch
+    with warnings.catch_warnings():  # torch warns of its own deprecated code
         warnings.simplefilter("ignore")
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner

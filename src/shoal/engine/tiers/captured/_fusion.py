@@ -76,6 +76,7 @@ class Fused:
                 held[number] = given
 
     def _launch(self, kernel: _Kernel, held: list[Any]) -> None:
+        """Allocate a kernel's results and launch it, after checking the layout of its operands."""
         for number in kernel.stores:
             value = self.values[number]
             held[number] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
@@ -153,6 +154,7 @@ class Fused:
                 yield from emit(self._group_of.get(call, call))
 
     def _find_last_uses(self) -> list[list[int]]:
+        """Return for each step the values that are not used after it."""
         last: dict[int, int] = {}
         for place, step in enumerate(self._steps):
             if isinstance(step, Group):
@@ -200,6 +202,7 @@ class Fused:
         self, group: Group, bodies: dict[str, str], pointers: dict[int, str], linear: set[int], stores: list[int],
         setup: list[str], body: list[str], results: list[str], wide: int,
     ) -> _Kernel:  # fmt: skip
+        """Write the source of a kernel from its statements."""
         kinds = [self.values[number].dtype for number in stores]
         parameters = [f"const {source.STORED[self.values[n].dtype]}* __restrict__ {p}" for n, p in pointers.items()]
         parameters += [f"{source.STORED[dtype]}* __restrict__ o{i}" for i, dtype in enumerate(kinds)]
@@ -230,6 +233,7 @@ class Fused:
         return _Kernel(name, list(pointers), linear, stores, group.numel)
 
     def _statement(self, index: int, name: str, calls: set[int], names: dict[Any, str]) -> str:
+        """Return the C statement of one call."""
         call, out = self.calls[index], self._grouping.out(index)
         kind = source.kind_of(call.func, [self.values[n].dtype for n in call.reads], out.dtype)
         condition = source.condition_at(call.func)

@@ -84,6 +84,7 @@ class Grouping:
         return self.values[number]
 
     def _group(self) -> list[Group]:
+        """Return groups of elementwise calls on the same level that share operands or results."""
         levels: list[int] = []
         joined: dict[int, int] = {}
 

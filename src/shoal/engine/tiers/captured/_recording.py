@@ -109,6 +109,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._find(tensor)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Record a call, with the values it reads, writes and returns."""
         if torch.Tag.data_dependent_output in func.tags:
             raise NotRecordable(f"a number is read out of a tensor ({func})")
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -151,6 +152,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _find(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's value; a tensor of unknown memory is a constant."""
         if tensor.layout != torch.strided:
             raise NotRecordable(f"a tensor of layout {tensor.layout}")
         address = tensor.untyped_storage().data_ptr()
@@ -165,6 +167,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _enter(self, tensor: Tensor, call: int | None) -> int:
+        """Add a value for a tensor and return its number."""
         if tensor.is_conj() or tensor.is_neg():  # its memory contains the conjugate or the negative
             raise NotRecordable("a tensor whose sign is not in memory")
         address = tensor.untyped_storage().data_ptr()

@@ -242,6 +242,7 @@ class Step:
         return [*(t.detach() for t in stack.state), *batch, *scale, inputs.seeds, inputs.count]
 
     def _gather(self, inputs: Inputs) -> list[Tensor]:
+        """Return the batch of every member, gathered from the data set by its order."""
         if inputs.orders is None:
             return inputs.data
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
@@ -255,6 +256,7 @@ class Step:
     def _forward(
         self, stack: Stack, batch: list[Tensor], inputs: Inputs
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Run the forward pass, and return losses, logs and buffers."""
         solo, drawn = not self.program.members, self.draws.of(inputs.seeds, inputs.count)
 
         def noise(index: int) -> Tensor:

@@ -192,6 +192,7 @@ class Chunk:
             self._moving = moving
 
     def _load_orders(self) -> None:
+        """Copy the members' new orders to the device."""
         held = self.inputs.orders
         assert held is not None
         if self.shared:
