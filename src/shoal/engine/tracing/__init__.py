@@ -1,1 +1,1 @@
-"""A training step as a graph of operators; which steps are the same computation."""
+"""Record training steps as graphs of operators, and find out which steps are the same computation."""

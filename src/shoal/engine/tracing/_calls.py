@@ -1,6 +1,6 @@
-"""The calls of torch that a step makes: a second run of its Python code is answered from those of the first.
+"""Record the torch calls of a step, and check cheaply whether a second run makes the same calls.
 
-The step then computes nothing the second time, so that asking whether it would do the same again costs little.
+The second run computes nothing: each call returns the result that it had in the first run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _CONSTANT = (
     Tensor, bool, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, type,
     torch.Generator,
 )  # fmt: skip
-"""Compared by identity."""
+"""Types whose values are the same if they are one object or, except for tensors and generators, equal."""
 
 
 class OtherCall(Exception):
-    """The step calls something else than it did the first time."""
+    """Raised if the second run of a step makes another call than the first run."""
 
 
 class Calls(TorchFunctionMode):
-    """Inside, calls are noted with what they give; after `repeat`, they are given the same again, without being run."""
+    """Records torch calls with their results. After `repeat`, returns these results instead of running the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Calls(TorchFunctionMode):
         self._place: int | None = None
 
     def repeat(self) -> None:
-        """From now on the same calls are expected."""
+        """Start the second run, in which the same calls are expected in the same order."""
         self._place = 0
 
     @property
     def repeated(self) -> bool:
-        """Whether all calls were made again, and no other."""
+        """Whether the second run made all of the recorded calls and no other."""
         return self._place == len(self._calls)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,19 +52,19 @@ class Calls(TorchFunctionMode):
             if known == func and same_arguments(given, (args, kwargs)):
                 self._place += 1
                 return func(*args) if func is torch._C._set_grad_enabled else out
-        self._place = len(self._calls) + 1  # it may catch the exception
+        self._place = len(self._calls) + 1  # `repeated` stays False even if the step catches the exception
         raise OtherCall
 
 
 def _copied(value: Any) -> Any:
-    """Arguments as they are now: a list of them may become longer."""
+    """Copy the containers among the arguments, since the step may change a list later."""
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
     return {key: _copied(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def same_arguments(a: Any, b: Any) -> bool:
-    """Whether two arguments are the same: tensors are the same object; what is not known is not the same."""
+    """Return whether two arguments are the same. Tensors must be one object; values of unknown types never match."""
     if type(a) is not type(b):
         return False
     if isinstance(a, _CONSTANT):

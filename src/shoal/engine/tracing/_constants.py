@@ -1,8 +1,8 @@
-"""Values of tensors that a step makes from constants alone, such as a mask that leaves out the diagonal.
+"""Compute the values of tensors that a step makes from constants alone, such as a mask that leaves out the diagonal.
 
 A step is recorded on tensors without data, so a result whose shape depends on a tensor's values (`logits[mask]`) cannot
-be recorded, nor can control flow that does (`if (t[1:] > t[:-1]).all():`). Where the batch, weights, buffers and random
-numbers have no part in these values, they are the same at every step: here they are computed beside the recording.
+be recorded, nor can control flow that does (`if (t[1:] > t[:-1]).all():`). Values that do not depend on the batch, the
+weights, the buffers or random numbers are the same at every step, so they are computed here during the recording.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _MAKERS = frozenset(
     {torch.arange, torch.as_tensor, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.tensor,
      torch.tril_indices, torch.triu_indices, torch.zeros}
 )  # fmt: skip
-"""Functions that make a tensor of numbers."""
+"""Functions that make a tensor from numbers."""
 _LIKE = frozenset(
     {torch.full_like, torch.ones_like, torch.zeros_like, Tensor.new_full, Tensor.new_ones, Tensor.new_zeros}
 )
-"""Functions that make one like another, whatever the other holds."""
+"""Functions that make a tensor like another one, regardless of the values in that one."""
 _SELECT = frozenset({torch.masked_select, Tensor.masked_select})
 _READ = frozenset(
     {Tensor.__bool__, Tensor.__contains__, Tensor.__float__, Tensor.__index__, Tensor.__int__, Tensor.item,
      Tensor.tolist, torch.allclose, torch.equal, torch.is_nonzero}
 )  # fmt: skip
-"""Functions that give values to Python."""
+"""Functions that return values of tensors to Python."""
 _SHAPED = frozenset(
     {torch.argwhere, torch.bincount, torch.nonzero, torch.repeat_interleave, torch.unique, torch.unique_consecutive,
      Tensor.argwhere, Tensor.bincount, Tensor.nonzero, Tensor.repeat_interleave, Tensor.unique,
      Tensor.unique_consecutive}
 )  # fmt: skip
-"""Functions whose results have shapes that depend on values."""
+"""Functions whose results have shapes that depend on the values."""
 
 
 class _Known(NamedTuple):
-    """A tensor's value, and the tensor's version then: what was written to since is not known."""
+    """A tensor's value, and the version of the tensor for which it holds; writing to the tensor changes the version."""
 
     value: Tensor
     version: int
 
 
 class Constants(TorchFunctionMode):
-    """Inside, code that reads the values of constants gets them, and masks that are constants become indices."""
+    """Tracks the values of constant tensors, so that code can read them and index other tensors with constant masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Constants(TorchFunctionMode):
         return out
 
     def _as_indices(self, index: Any) -> Any:
-        """An index with numbers in place of boolean masks whose values are known."""
+        """Replace boolean masks whose values are known by index tensors."""
         parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             mask = self._value(part) if isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() else None
@@ -92,20 +92,20 @@ class Constants(TorchFunctionMode):
         return tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
 
     def _values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments with values for tensors; None where they are not known, or nothing is given."""
+        """Return the arguments with each tensor replaced by its value; None if the result is not a constant."""
         if func in _LIKE and args and _is_plain(args[0]):
             with _for_real():
                 like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=args[0].device)
             return (like, *args[1:]), kwargs
         tensors = _tensors((args, kwargs))
-        tensors.sort(key=lambda tensor: type(tensor) is Tensor)  # those of the recording first: the others are copied
+        tensors.sort(key=lambda tensor: type(tensor) is Tensor)  # recorded tensors first: others would be copied
         if not (tensors or func in _MAKERS) or any(self._value(tensor) is None for tensor in tensors):
             return None
         values: tuple[Any, Any] = pytree.tree_map_only(Tensor, self._value, (args, kwargs))
         return values
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor holds, if that is known; of one that the step has found somewhere, a copy."""
+        """Return a tensor's value, or None if it is not known. An ordinary tensor that the step reads is copied."""
         known = self._known.get(tensor)
         if known is None and type(tensor) is Tensor and not tensor.requires_grad and _is_plain(tensor):
             with _for_real():
@@ -114,12 +114,18 @@ class Constants(TorchFunctionMode):
         return known.value if known is not None and known.version == tensor._version else None
 
     def _note(self, tensor: Tensor, value: Tensor) -> None:
-        """This is its value. Of other strides it would have other views, which writing to one shows."""
+        """Record a tensor's value, if both have the same strides.
+
+        Otherwise their views would not be the same elements, and writing to them would give other values.
+        """
         if value.stride() == tensor.stride() and _is_plain(tensor):
             self._known[tensor] = _Known(value, tensor._version)
 
     def _note_written(self, written: Tensor, version: int) -> None:
-        """A tensor was written to, and so was its value: all that are views of it, or it of them, are known still."""
+        """Update the known versions of a tensor and its views after an in-place operation.
+
+        The operation has also been applied to the known value, which the values of the views share memory with.
+        """
         memory = self._known[written].value.untyped_storage().data_ptr() if written in self._known else None
         for tensor, known in list(self._known.items()):
             if known.version == version and known.value.untyped_storage().data_ptr() == memory:
@@ -136,13 +142,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _indices(mask: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Where a mask of this shape is true."""
+    """Return the indices at which a mask, expanded to this shape, is true."""
     with _for_real():
         return mask.expand(shape).nonzero(as_tuple=True)
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives for these values; raises where it draws random numbers."""
+    """Call a function with real values; raise ValueError if it draws random numbers."""
     devices = {tensor.device for tensor in _tensors((args, kwargs)) if tensor.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
     with _for_real():
@@ -160,6 +166,6 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def _for_real() -> Iterator[None]:
-    """Inside, tensors have data and nothing is recorded."""
+    """Run operators on real data inside this context, without recording them."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield

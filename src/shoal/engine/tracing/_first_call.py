@@ -1,10 +1,9 @@
-"""Records a step in a state that its calls do not change: caches are filled first, and other changes are refused.
+"""Record a step after its caches are filled, and refuse steps that change Python state at every call.
 
-A first call may leave something behind that the next ones only read: a mask that is made once, a flag that a warning
-was given, `config.problem_type` of a Hugging Face model, einops' table of backends by the class of a tensor. Such
-caches are filled by a real call before the step is recorded; they may depend on neither the batch nor the weights, as
-the record of the first call shows. What every call changes (a counter, a hidden state) is state, and a graph cannot
-carry it.
+A first call may store something that later calls only read: a mask that is made once, a flag that a warning was issued,
+`config.problem_type` of a Hugging Face model, einops' table of backends by tensor class. A real call fills such caches
+before the step is recorded. Cached values must depend on neither the batch nor the weights, which a comparison with the
+recorded first call shows. State that every call changes (a counter, a hidden state) cannot be part of a graph.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A step, recorded twice."""
+    """Two recordings of the same step, which may be one object."""
 
     first: Trace
     again: Trace
     caches: bool = False
-    """Whether a first call leaves something in Python behind that later ones read."""
+    """Whether a first call stores something in Python that later calls read."""
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    """Plain attributes that it leaves in the model's modules, by module and name: a rate, a tensor made once."""
+    """Numbers, strings and tensors that a first call sets as attributes of modules, by module name and attribute."""
 
 
 def record_repeatable(
@@ -48,17 +47,17 @@ def record_repeatable(
     *,
     twice: bool,
 ) -> Repeated:
-    """Two records of the same step, in the state that its first call leaves.
+    """Record the same step twice, in the Python state that its first call leaves.
 
     Args:
-        copy_model: A fresh copy of the model.
-        reached: What Python the step may reach besides the model; it is put back as it was.
-        record: Records the step of a copy; the function that it gives too says whether it does the same once more.
-        run: Runs the step of a copy for real.
-        twice: Whether to run it a second time; otherwise the first record is given twice.
+        copy_model: Returns a new copy of the model.
+        reached: The functions and objects besides the model that the step may use. Their state is restored afterwards.
+        record: Records the step on a copy. Also returns a function that tells whether a second run does the same.
+        run: Runs the step on a copy with real data.
+        twice: Whether to run the step a second time. If False, both recordings are the first one.
 
     Raises:
-        Untraceable: when there is no such state, or it cannot be come by.
+        Untraceable: If later calls change Python state too, or if the state cannot be watched or restored.
     """
     model = copy_model()
     with preserved({"step": reached, "model": model}, skip=model) as state:
@@ -95,10 +94,10 @@ def _record_filled(
     record: Callable[[nn.Module], tuple[Trace, Callable[[], bool]]],
     run: Callable[[nn.Module], Any],
 ) -> Trace:
-    """A record of a step whose caches a real call has filled: neither it nor another real call may change anything.
+    """Record a step whose caches a real call has filled; raise Untraceable if it still changes Python state.
 
-    Tensors of a record are of a class of their own, so a cache by the classes of tensors gets one more entry. What a
-    second real call leaves alone may therefore change in one record, if it does not in the next.
+    A recording uses its own tensor class, which adds an entry to a cache keyed by tensor class. So one recording may
+    change state if a second real call does not change any, and the next recording does not either.
     """
 
     def state() -> PythonState:
@@ -134,7 +133,7 @@ def _is_new(value: Any, before: Any) -> bool:
 
 
 def _refusal(path: Path, state: PythonState) -> str:
-    """Why a step that changes this at every call has no graph."""
+    """Return the reason why a step that changes the state at this path cannot be recorded."""
     place = state.place_at(path)
     if place.data:
         return f"it changes a tensor that is neither a parameter nor a buffer ({say(path)})"
@@ -144,7 +143,7 @@ def _refusal(path: Path, state: PythonState) -> str:
 
 
 def _without_constants(trace: Trace) -> list[Hashable]:
-    """What a graph computes from its inputs and random numbers, wherever its constants come from."""
+    """Return the graph's nodes without those that only compute constants, as a list that can be compared."""
     position: dict[Node, int] = {}
     rows: list[Hashable] = []
     for node in trace.nodes:
@@ -159,7 +158,7 @@ def _without_constants(trace: Trace) -> list[Hashable]:
 
 
 def _run(run: Callable[[nn.Module], Any], model: nn.Module) -> None:
-    """A real call that leaves torch's, Python's and numpy's random numbers as they were."""
+    """Run the step with real data, and restore the random state of torch, Python and numpy."""
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with restored(), torch.random.fork_rng(devices):
         run(model)

@@ -1,4 +1,4 @@
-"""Checks of a model before its step is recorded: hooks, layouts and shared memory that rule a recording out."""
+"""Check a model for hooks, tensor layouts and shared memory that make it impossible to record its step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_at_sight(model: nn.Module) -> set[str]:
             raise Untraceable(f"{where} has a backward hook")
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
             raise Untraceable(f"{where} is already compiled; give Shoal the plain module")
-        if isinstance(module, LazyModuleMixin):  # also where a checkpoint has its weights: a resume runs as before
+        if isinstance(module, LazyModuleMixin):  # even if a checkpoint has its weights, so that a resume runs as before
             raise Untraceable(f"{where} is built lazily, at the first batch")
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -46,7 +46,7 @@ def refuse_at_sight(model: nn.Module) -> set[str]:
         if tensor.numel()
     )
     for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:  # side by side in one storage is fine: on a GPU an LSTM keeps its weights so
+        if start < end:  # tensors may be adjacent in one storage, as the weights of an LSTM on a GPU are
             raise Untraceable(f"{other} and {name} are two names of the same memory")
     aliases, whole = set[str](), {name for name, b in model.named_buffers() if not b.dtype.is_floating_point}
     for module in model.modules():
@@ -55,7 +55,8 @@ def refuse_at_sight(model: nn.Module) -> set[str]:
             if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
                 begin, past = _memory(tensor)
                 owner = next((name for start, end, name in spans if begin < end and start < past), None)
-                if owner is not None and owner not in whole:  # running averages are written to by batch_norm itself
+                # batch_norm updates floating-point buffers without an operator that says so
+                if owner is not None and owner not in whole:
                     raise Untraceable(f"an attribute is another name of {owner}")
                 aliases |= {owner} if owner is not None else set()
     return aliases

@@ -1,9 +1,8 @@
-"""The graph of a step from those of others that differ from it in numbers alone, such as a dropout rate: not recorded,
-but worked out, and held to the step itself.
+"""Derive the graph of a step from graphs of steps that differ only in numbers, such as a dropout rate.
 
-Two recorded steps show which numbers of the code are which numbers of the graph. Whether that holds for a third (its
-code may branch on a number) is not believed: its own step and its graph run once on the same batch from the same random
-state, and everything they give must be the same, bit for bit; otherwise it is recorded like any other.
+This is faster than recording the step. Two recorded steps show which number of the code is which number of the graph.
+That may not hold for a third step, whose code may branch on a number. So this step and its derived graph run once on
+the same batch from the same random state. If any result differs, the step is recorded after all.
 """
 
 from __future__ import annotations
@@ -25,15 +24,18 @@ from shoal.engine.tracing.signature import Path, arguments_of, numbers, skeleton
 from shoal.engine.tracing.trace import Call, Trace, autocast, same_constants
 
 Known = list[tuple[list[str], Trace]]
-"""Recorded steps of one kind, on batches of one shape: the numbers in their fingerprints, and their graphs."""
+"""Steps that differ only in numbers, on batches of one shape: the numbers in their fingerprints, and their graphs."""
 
 
 def derive(
     known: Known, code: Hashable, model: nn.Module, call: Call, batch: Any, *, reached: Any, evaluating: bool
 ) -> Trace | None:
-    """The graph of `call(model, batch)`, whose fingerprint is `code`; None where it must be recorded.
+    """Return a derived graph of `call(model, batch)`, or None if the step must be recorded.
 
-    `reached`: what Python the call may reach besides the model.
+    Args:
+        known: Recorded steps to derive the graph from.
+        code: The fingerprint of the step.
+        reached: The functions and objects besides the model that the call may use.
     """
     values = _values(known, code)
     if values is None:
@@ -41,19 +43,19 @@ def derive(
     trace = _with_numbers(known[0][1], values)
     try:
         same = _gives_the_same(trace, model, call, batch, reached, evaluating)
-    except Exception:  # recording it says what is the matter
+    except Exception:  # recording the step will report the reason
         return None
     return trace if same else None
 
 
 def _values(known: Known, code: Hashable) -> dict[Path, float] | None:
-    """The numbers that the graph of this code should have where two that are known differ."""
+    """Return the numbers for the places where the known graphs differ; None if this code does not determine them."""
     if len(known) < 2:
         return None
     (first, a), (second, b) = known[0], known[-1]
     floats = list(zip(first, second, _floats(code), strict=True))
     if any(x != z and x == y for x, y, z in floats):
-        return None  # it differs in a number that was the same in both
+        return None  # this number is the same in both known steps, so its place in the graph is unknown
     ours, others = numbers(a), numbers(b)
     values: dict[Path, float] = {}
     for path, number in ours.items():
@@ -67,7 +69,7 @@ def _values(known: Known, code: Hashable) -> dict[Path, float] | None:
 
 
 def _floats(print: Hashable) -> Iterator[str]:
-    """The floating-point numbers in a fingerprint, in their order."""
+    """Yield the floating-point numbers in a fingerprint, in order."""
     if isinstance(print, tuple):
         if len(print) == 2 and print[0] is float:
             yield print[1]
@@ -77,7 +79,7 @@ def _floats(print: Hashable) -> Iterator[str]:
 
 
 def _with_numbers(trace: Trace, values: dict[Path, float]) -> Trace:
-    """The same graph with other numbers."""
+    """Return a copy of the trace with these numbers in its graph."""
     graph, copies, by_node = Graph(), dict[Node, Node](), dict[int, list[Path]]()
     for path in values:
         by_node.setdefault(path[0], []).append(path)
@@ -91,7 +93,7 @@ def _with_numbers(trace: Trace, values: dict[Path, float]) -> Trace:
 
 
 def _put(node: Node, path: Path, value: float) -> None:
-    """Another number in an argument of a node."""
+    """Replace one number in an argument of a node."""
     for place, (slot, argument) in enumerate(arguments_of(node)):
         if slot.key != path[1]:
             continue
@@ -105,7 +107,7 @@ def _put(node: Node, path: Path, value: float) -> None:
 
 
 def _gives_the_same(trace: Trace, model: nn.Module, call: Call, batch: Any, reached: Any, evaluating: bool) -> bool:
-    """Whether the step itself, on a copy of the model, and the graph give the same from the same random state."""
+    """Return whether the step, run on a copy of the model, and the graph have the same outputs, gradients and draws."""
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     outcomes: list[tuple[list[Any], Tensor]] = []
@@ -165,7 +167,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def remember(known: Known, code: Hashable, trace: Trace) -> None:
-    """Keep a recorded step for those to come, if it differs from the first one in numbers alone."""
+    """Add a recorded step to `known`, if it differs from the first one only in numbers and fills no caches."""
     first = known[0][1] if known else trace
     if not trace.caches and skeleton(first) == skeleton(trace) and same_constants(first, trace):
         known.append((list(_floats(code)), trace))

@@ -1,7 +1,7 @@
-"""What a model or a function looks like to Python, as one comparable value.
+"""Describe the code and attributes of a model or a function as one hashable value, its fingerprint.
 
-Equal fingerprints mean equal behaviour as far as Python goes, so that one trace serves both. Unknown objects are
-compared by identity: too careful costs a second trace, too bold would be wrong.
+Steps with equal fingerprints run the same Python code on the same values, so one trace serves both. Objects of unknown
+types are compared by identity: at worst this costs a second trace, while a false match would give wrong results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.data.source import parts
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
-"""Tensors that are looked at on their own; the last two are an RNN's other list of its parameters."""
+"""Attributes of a module that are handled separately. The last two are an RNN's second list of its parameters."""
 _USUAL = frozenset({int, str, bool, type(None), torch.dtype})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _MAX_DEPTH = 12
@@ -31,8 +31,11 @@ _MAX_DEPTH = 12
 def fingerprint(value: Any, *, hold: list[Any] | None = None) -> Hashable:
     """Return a hashable description of `value`.
 
-    A module's own parameters and buffers never count by content: they are what is trained.
-    `hold`: takes the objects that count by their ids, which are theirs only while they live.
+    The contents of a module's own parameters and buffers are left out, since training changes them.
+
+    Args:
+        hold: Receives the objects that are compared by id. Keep them alive as long as the fingerprint is used, since
+            Python reuses the ids of deleted objects.
     """
     walker = _Walker([] if hold is None else hold)
     if isinstance(value, nn.Module):
@@ -41,12 +44,12 @@ def fingerprint(value: Any, *, hold: list[Any] | None = None) -> Hashable:
 
 
 def _in_plain_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read as bytes, which those of quantized ones cannot."""
+    """Return whether a tensor's values can be read as bytes, which is not possible for sparse and quantized tensors."""
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def without_floats(print: Hashable) -> Hashable:
-    """A fingerprint with its floating-point numbers left out: equal for code that differs in nothing else."""
+    """Return a fingerprint without its floating-point numbers; it is equal for steps that differ only in those."""
     if not isinstance(print, tuple):
         return print
     if len(print) == 2 and print[0] is float:
@@ -66,7 +69,7 @@ class _Walker:
             return (kind, value)
         if isinstance(value, _PLAIN):
             return (kind, repr(value) if isinstance(value, float) else value)
-        if kind in _CONTAINERS and not value:  # as most hooks of modules are
+        if kind in _CONTAINERS and not value:  # a shortcut for modules' hooks, most of which are empty
             if id(value) in self.seen:
                 return ("again", self.seen[id(value)])
             self.seen[id(value)] = len(self.seen)
@@ -118,7 +121,7 @@ class _Walker:
         return (type(module), tensors, plain, children)
 
     def _state(self, tensor: Tensor | None) -> Hashable:
-        """A parameter or buffer, and which earlier one it is (tied weights)."""
+        """Describe a parameter or buffer, with a number that is equal for tied weights."""
         if tensor is None:
             return None
         tie = self.seen.setdefault(id(tensor), len(self.seen))
@@ -136,7 +139,7 @@ class _Walker:
                 return ("sparse", shape, str(value.layout), *map(self._tensor, held))
             if value.numel() > 1_000_000 or value.device.type == "meta" or not _in_plain_memory(value):
                 return self._identity(value)
-            # a copy: a tensor whose memory numpy has seen cannot be resized any more
+            # copied, since a tensor that shares memory with numpy can no longer be resized
             value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             value = value.view(torch.uint8).numpy() if value.dim() else value.reshape(1).view(torch.uint8).numpy()
         return ("tensor", shape, hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest())
@@ -150,5 +153,5 @@ class _Walker:
     def _cell(self, cell: types.CellType, depth: int) -> Hashable:
         try:
             return self.visit(cell.cell_contents, depth)
-        except ValueError:  # an empty cell
+        except ValueError:  # the cell is empty
             return "empty"

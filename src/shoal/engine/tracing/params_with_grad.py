@@ -1,4 +1,4 @@
-"""Which parameters of a step get a gradient: those are the ones an optimizer touches."""
+"""Find the parameters that get a gradient in a step, which are the ones that an optimizer updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def reached_by(loss: Any) -> set[int]:
-    """The leaves that a backward pass from the loss comes to, by their ids."""
+    """Return the ids of the leaf tensors that a backward pass from the loss reaches."""
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         return set()
     if loss.grad_fn is None:

@@ -1,8 +1,8 @@
-"""What torch does differently while a step is traced, in the thread that traces it and in no other.
+"""Patch functions of torch while a step is traced, with effect only in the thread that traces it.
 
-Some things that Python can do to torch leave no operator behind, and a graph would silently lose them: they raise
-`Untraceable`. Others have an equivalent that a graph can carry. Functions of torch are replaced for the whole process,
-so one step is traced at a time, and every other thread gets the original.
+Some calls leave no operator in a graph, which would silently lose their effect: they raise `Untraceable`. Others are
+replaced by an equivalent that a graph can contain. The patches are set for the whole process, so only one step is
+traced at a time, and calls from other threads go to the original functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.utils.locks import one_at_a_time
 
 
 class Untraceable(Exception):
-    """The step cannot be written down as a graph; the message says why, in the user's words."""
+    """Raised if a step cannot be recorded as a graph. The message is the reason, in terms of the user's code."""
 
 
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
@@ -42,15 +42,18 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_post_accumulate_grad_hook", "a gradient hook on a parameter"),
     (torch, "manual_seed", "torch.manual_seed inside the step"),
 )
-"""The second is in `Function.apply` itself: `apply` often has another name, long before it is patched."""
+"""Functions that raise `Untraceable`: owner, name and reason. `Function.apply` calls `_is_setup_context_defined`, which
+catches calls of `apply` under another name that was assigned before the patch."""
 
 
 @contextmanager
 def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Inside, this thread's torch is one that can be traced.
+    """Patch torch for this thread inside this context, so that a step can be traced.
 
-    `params`: those of the model, whose gradients may not be switched; they may be filled in later. `checks`: where to
-    note what torch.distributions would have looked at before it continues; None: it may not look.
+    Args:
+        checks: Receives the conditions that torch.distributions checks before it continues; they pass during the
+            tracing. If None, these checks are not patched.
+        params: The model's parameters, whose `requires_grad` the step may not change. They may be added later.
     """
     from torch.fx.experimental import symbolic_shapes
 
@@ -63,11 +66,11 @@ def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -
 
         for owner, name, reason in _REFUSED:
             replace(owner, name, functools.partial(_refuse, reason))
-        # laying weights side by side for cuDNN asks for their addresses, which fake tensors do not have
+        # flattening weights for cuDNN needs their addresses, which fake tensors do not have
         replace(nn.RNNBase, "flatten_parameters", lambda _: None)
         replace(torch._C, "_InferenceMode", _NoGrad)
         replace(torch.jit.ScriptFunction, "__call__", _in_python)
-        # for the line of a `.item()` in an error message torch imports its exporter, which takes a second
+        # to find the line of a `.item()` for its error message, torch imports its exporter, which takes a second
         replace(symbolic_shapes, "uninteresting_files", lambda: set())
         if checks is not None:
             replace(torch, "_is_all_true", functools.partial(_note, checks))
@@ -80,7 +83,7 @@ def patched(checks: list[Tensor] | None = None, params: Sequence[Tensor] = ()) -
 
 
 def _in_thread(thread: int, original: Any, instead: Callable[..., Any]) -> Any:
-    """A function that is replaced for calls from one thread."""
+    """Return a function that calls `instead` in this thread and `original` in all others."""
     function = original.__func__ if isinstance(original, classmethod) else original
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +97,7 @@ def _refuse(reason: str, *_: Any, **__: Any) -> None:
 
 
 def _in_python(script: Any, *args: Any, **kwargs: Any) -> Any:
-    """A TorchScript function as it was written: once it has been profiled, it records a detach and has no gradient."""
+    """Call a TorchScript function's Python source, since a profiled script records a detach and loses the gradient."""
     function = getattr(script, "_torchdynamo_inline", None)
     if function is None:
         raise Untraceable(f"it calls a TorchScript function ({script.name})")
@@ -107,7 +110,7 @@ def _note(checks: list[Tensor], valid: Tensor) -> bool:
 
 
 class _NoGrad:
-    """Stands for inference mode, which a graph does not carry: without gradients it computes the same."""
+    """Replaces inference mode, which a graph cannot contain, by `no_grad`, which computes the same."""
 
     def __init__(self, mode: bool = True) -> None:
         self._mode: Any = torch.no_grad() if mode else nullcontext()
@@ -120,7 +123,7 @@ class _NoGrad:
 
 
 class _Generator:
-    """Stands for torch's own generator, which a step may look at (checkpointing does) but not turn back."""
+    """Replaces torch's default generator: a step may read its state, as checkpointing does, but not set it."""
 
     def __init__(self, thread: int, original: torch.Generator) -> None:
         self._thread, self._original = thread, original
@@ -137,11 +140,11 @@ _GRADIENTS = (_GRAD.__get__, _GRAD.__set__)
 
 
 _TRACER = ("torch._", "torch.fx", "torch.utils._")
-"""Code of torch that makes fake tensors of real ones, and gives them their flags."""
+"""Modules of torch that make fake tensors and set their `requires_grad`."""
 
 
 def _caller() -> str:
-    """The module that called a torch function, past the modes that it went through."""
+    """Return the name of the module that called a torch function, ignoring torch function modes in between."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -149,7 +152,7 @@ def _caller() -> str:
 
 
 class _Switches(TorchFunctionMode):
-    """Refuses what leaves nothing behind in a graph: to switch a parameter's gradient, and to look at gradients."""
+    """Raises `Untraceable` if a step changes a parameter's `requires_grad` or uses `.grad`: these leave no operator."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         super().__init__()
@@ -166,14 +169,14 @@ class _Switches(TorchFunctionMode):
 
 
 _NEVER_NEGATIVE = {torch.Tensor.lt: False, torch.Tensor.ge: True}
-"""What comparing a number from 0 to 1 with zero, or with a negative number, gives."""
+"""The result of comparing a number in [0, 1) with zero or a negative number."""
 
 
 class _NeverNegative(TorchFunctionMode):
     """Answers `if torch.rand([]) < rate:` for a rate of zero, as in networks whose LayerDrop is off.
 
-    The answer is known before the number is drawn, and the draw is recorded as any other. Tensors that were written to
-    since are not answered for.
+    The result of the comparison does not depend on the number, which is drawn and recorded as usual. Comparisons of
+    tensors that were written to since are not answered.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Which steps are the same computation, and where the members' own numbers go.
+"""Find out which steps are the same computation, and which numbers in it differ between members.
 
-Two traces can be stacked when their graphs agree in everything but (a) numbers in places that every operator takes as a
-plain factor (floats, and scalars where a tensor is allowed too) and (b) the contents of constant tensors. Both
-become one value per member. Anything else that differs (shapes, integers, flags, operators) keeps the jobs apart.
+Two traces can be stacked if their graphs are equal except for (a) floats, and integers in arguments that take a scalar
+or a tensor, and (b) the contents of constant tensors. These become one value per member. If anything else differs
+(shapes, other integers, flags, operators), the jobs are not stacked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shoal.engine.tracing.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class PerMember:
-    """A number that differs between members, standing where a trace has one number."""
+    """The values of a number that differs between members, in the members' order."""
 
     values: tuple[float | int | bool, ...]
 
 
 Path = tuple[int, str | int, tuple[Any, ...]]
-"""Where a number is: the node's position, its argument, and the way down into that argument."""
+"""The location of a number in a graph: the node's index, its argument, and the path inside that argument."""
 
 
 def skeleton(trace: Trace) -> Hashable:
-    """The graph with every liftable number and every constant's content left out."""
+    """Return the graph as a hashable value, without its liftable numbers and the contents of its constants."""
     if trace.skeleton is None:
         trace.skeleton = _skeleton(trace)
     return trace.skeleton
@@ -48,7 +48,7 @@ def _skeleton(trace: Trace) -> Hashable:
 
 
 def numbers(trace: Trace) -> dict[Path, float | int | bool]:
-    """Every liftable number of the graph, by place."""
+    """Return every liftable number of the graph by its location."""
     if trace.numbers is None:
         trace.numbers = _numbers(trace)
     return trace.numbers
@@ -65,7 +65,7 @@ def _numbers(trace: Trace) -> dict[Path, float | int | bool]:
 
 
 def lift(traces: Sequence[Trace]) -> tuple[dict[Path, PerMember], dict[int, list[Tensor]]]:
-    """The numbers and constants that differ among traces of one skeleton, one value per member."""
+    """Return the numbers, by location, and constants, by node index, that differ among traces of the same skeleton."""
     if all(other is traces[0] for other in traces):
         return {}, {}
     tables = [numbers(trace) for trace in traces]
@@ -84,7 +84,7 @@ def lift(traces: Sequence[Trace]) -> tuple[dict[Path, PerMember], dict[int, list
 
 
 def difference(a: Trace, b: Trace) -> str:
-    """Why two traces are not one computation, in one line."""
+    """Return in one line why two traces are not the same computation."""
     if a.params != b.params or a.buffers != b.buffers:
         names = sorted(set(a.params + a.buffers) ^ set(b.params + b.buffers))
         return f"parameters have other names ({', '.join(names[:3]) or 'another order'})"
@@ -110,7 +110,7 @@ class _Slot:
 
 
 def arguments_of(node: Node) -> Iterator[tuple[_Slot, Any]]:
-    """All arguments of a call by name, in the schema's order. A trace leaves out those at their default."""
+    """Yield all arguments of a call in the schema's order, including defaults, which a trace leaves out."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         yield from ((_Slot(place, ""), value) for place, value in enumerate(node.args))
@@ -123,7 +123,10 @@ def arguments_of(node: Node) -> Iterator[tuple[_Slot, Any]]:
 
 
 def liftable(value: Any, slot_type: str) -> bool:
-    """May this number of a graph be another one for another member?"""
+    """Return whether a value is a number that may differ between members.
+
+    Floats may; integers only where the operator's schema takes a scalar or a tensor.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if isinstance(value, float):

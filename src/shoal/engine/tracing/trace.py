@@ -1,9 +1,9 @@
-"""One training step of an ordinary module, written down as a graph.
+"""Record one training step of an ordinary module as a graph.
 
-The step is run once on fake tensors (shapes without data) and every operator it calls is recorded *before* autograd and
-autocast take it apart: `aten.linear`, `aten.batch_norm`, `aten.dropout`, `aten.lstm`. Whatever Python did to get there
-(attributes, closures, hooks, globals, control flow on shapes) has become constants in the graph, so that two jobs can
-be compared by comparing their graphs. What a graph cannot carry is refused with a reason; such a job is not stacked.
+The step runs once on fake tensors (shapes without data), and every operator is recorded *before* autograd and autocast
+decompose it: `aten.linear`, `aten.batch_norm`, `aten.dropout`, `aten.lstm`. The effects of Python code (attributes,
+closures, hooks, globals, control flow on shapes) become constants in the graph, so two jobs can be compared by their
+graphs. If a step does something that a graph cannot contain, `Untraceable` is raised and the job is not stacked.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from shoal.utils.torch_flags import quiet_fake_tensors
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Call = Callable[[nn.Module, Any], Any]
-"""What is traced: `(model, batch) -> outputs`."""
+"""The function that is traced: `(model, batch) -> outputs`."""
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """A step as a graph: placeholders are the parameters, then the buffers, then the leaves of the batch."""
+    """A step as a graph, whose placeholders are the parameters, then the buffers, then the leaves of the batch."""
 
     module: GraphModule
     params: list[str]
@@ -55,33 +55,33 @@ class Trace:
     """For every parameter, whether it requires a gradient."""
     batch_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    """How the flat outputs fold back into `(what the call returned, {buffer: its value afterwards})`."""
+    """The structure of the flat outputs: `(what the call returned, {buffer: its value after the step})`."""
     precision: str | None = None
-    """The autocast it was recorded in: what it does to dtypes is not in the graph."""
+    """The precision of autocast, whose casts are not in the graph, so that the graph must run under autocast too."""
     nodes: list[Node] = field(init=False)
     used: list[bool] = field(default_factory=list)
-    """Of a training step: for every parameter, whether the loss gives it a gradient, so that an optimizer moves it."""
+    """For every parameter of a training step, whether it gets a gradient from the loss, so that it is updated."""
     skeleton: Hashable | None = None
-    """What `signature.skeleton` found."""
+    """The cached result of `signature.skeleton`."""
     numbers: dict[Any, Any] | None = None
-    """What `signature.numbers` found."""
+    """The cached result of `signature.numbers`."""
     kind: int = -1
-    """Equal for graphs of code that differs in floating-point numbers alone; see `TraceCache.graph`."""
+    """A number that is equal for steps whose code differs only in floating-point numbers; see `TraceCache.graph`."""
     checked: bool = False
-    """Whether it holds checks of torch.distributions: the loss is not finite where one of them fails."""
+    """Whether the graph contains checks of torch.distributions. If one of them fails, the loss is not finite."""
     caches: bool = False
-    """Whether a first call leaves something in Python behind, such as a mask that is made once."""
+    """Whether a first call stores something in Python that later calls read, such as a mask that is made once."""
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    """Plain attributes that a first call leaves in the model's modules, by module and name."""
+    """Numbers, strings and tensors that a first call sets as attributes of modules, by module name and attribute."""
     number: int = field(default_factory=itertools.count().__next__)
-    """Tells traces apart, those that are gone included, which an id does not."""
+    """A number that no other trace has or had. An `id()` may be reused after a trace is deleted."""
 
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
 
     @property
     def trained(self) -> list[int]:
-        """The indices of the parameters that an optimizer step changes: they require and get a gradient."""
+        """The indices of the parameters that an optimizer step changes, since they require and get a gradient."""
         return [i for i, both in enumerate(zip(self.trainable, self.used, strict=True)) if all(both)]
 
     @property
@@ -90,7 +90,7 @@ class Trace:
         return list(self.out_spec.children()[0].children()[1].context)
 
     def with_nodes(self, nodes: list[Node]) -> Trace:
-        """The same with other numbers or dtypes in its nodes."""
+        """Return a trace of the same step with these nodes, which may have other numbers or dtypes."""
         made = Trace(
             self.module, self.params, self.buffers, self.trainable, self.batch_spec, self.out_spec, self.precision
         )
@@ -98,22 +98,22 @@ class Trace:
         return made
 
     def like(self, other: Trace) -> bool:
-        """Whether the same operators are called in the same order, on whatever shapes."""
+        """Return whether both call the same operators in the same order and have the same trainable parameters."""
         mine, theirs = ([(node.op, node.target) for node in trace.nodes] for trace in (self, other))
         return mine == theirs and self.trainable == other.trainable
 
     def constant(self, node: Node) -> Tensor:
-        """The tensor behind a `get_attr` node: one the step reads that is neither parameter, buffer nor batch."""
+        """Return the tensor of a `get_attr` node, which the step reads and is neither parameter, buffer nor batch."""
         value = getattr(self.module, str(node.target))
         assert isinstance(value, Tensor)
         return value
 
 
 def autocast(precision: str | None, device: torch.device) -> Any:
-    """The autocast region a step runs in; none unless a precision is asked for."""
+    """Return the autocast context in which a step runs; without a precision, a context that does nothing."""
     if precision is None:
         return nullcontext()
-    # Cached weight casts would tie one step's graph to the next; a fresh cast costs one pass over the weights.
+    # Cached casts of the weights would connect the graphs of consecutive steps.
     return torch.autocast(device.type, PRECISIONS[precision], cache_enabled=False)
 
 
@@ -127,13 +127,16 @@ def trace(
     reached: Any = None,
     twice: bool = True,
 ) -> Trace:
-    """Record `call(model, batch)` as a graph, with the model in the mode it is in, or in eval mode.
+    """Record `call(model, batch)` as a graph.
 
-    `reached`: what Python the call may reach besides the model, such as the user's own step. `twice`: run it again
-    and compare; once is enough where the same code was run twice on a batch of another size.
+    Args:
+        precision: The precision of autocast, if any.
+        evaluating: Put the copy of the model that is recorded into eval mode; otherwise it keeps its mode.
+        reached: The functions and objects besides the model that the call may use, such as the user's step.
+        twice: Run the step again and compare. This can be skipped if the same code was run twice on another batch size.
 
     Raises:
-        Untraceable: with the reason, when the graph would not be the whole truth.
+        Untraceable: If a graph cannot represent everything that the step does; the message is the reason.
     """
     aliases = refuse_at_sight(model)
     pair = record_repeatable(
@@ -166,7 +169,7 @@ def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
 
 
 def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
-    """The call for real, for what it leaves behind in Python."""
+    """Run the call with real data, only for its effects on Python state."""
     device = next(model.parameters()).device
     with quiet_fake_tensors(), warnings.catch_warnings(), torch.set_grad_enabled(grad), autocast(precision, device):
         warnings.simplefilter("ignore")
@@ -174,7 +177,7 @@ def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: 
 
 
 class _Recording(nn.Module):
-    """The call as a module, so that `functional_call` can put traced tensors in place of the model's own."""
+    """Wraps the call as a module, so that `functional_call` can replace the model's tensors by traced ones."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -189,7 +192,7 @@ class _Recording(nn.Module):
 def _record(
     model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool
 ) -> tuple[Trace, Callable[[], bool]]:
-    """The call as a graph, and a function that runs its Python code again: whether it calls the same once more."""
+    """Record the call. Also return a function that runs its Python code again to see if it makes the same calls."""
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     leaves, batch_spec = pytree.tree_flatten(batch)
@@ -205,18 +208,19 @@ def _record(
         traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
-        with Constants(), calls:  # calls are noted as the step makes them, before constants answer some
+        with Constants(), calls:  # `calls` comes first, to see calls that `Constants` answers
             out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
             if checks:
                 (loss, logs), after = out
-                out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by one, or by zero
+                # divide the loss by 1, or by 0 if a check fails
+                out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after
         outputs, spec = pytree.tree_flatten(out)
         runs.append((values, outputs, spec))
         return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
 
     @contextmanager
     def surroundings() -> Iterator[None]:
-        mode = torch.set_grad_enabled(grad)  # evaluation takes other ways than training, such as fused layers
+        mode = torch.set_grad_enabled(grad)  # without gradients some layers use other operators, such as fused ones
         quiet = quiet_fake_tensors()
         with patched(checks, traced), quiet, warnings.catch_warnings(), mode, autocast(precision, device):
             warnings.simplefilter("ignore")
@@ -244,7 +248,7 @@ def _record(
     except Exception as error:
         raise Untraceable(_explain(error)) from error
     finally:
-        seeded = not torch.equal(torch.get_rng_state(), torch_state)  # fake tensors draw nothing
+        seeded = not torch.equal(torch.get_rng_state(), torch_state)  # a draw on fake tensors does not change the state
         torch.set_rng_state(torch_state)
     if seeded:
         raise Untraceable("it seeds torch's random numbers inside the step")
@@ -260,7 +264,7 @@ def _record(
 
 
 def _refuse_buffers(recorded: Trace) -> None:
-    """A stack updates buffers in place: a buffer must stay the same kind of tensor, and not be shared."""
+    """Raise Untraceable if a buffer changes shape or dtype or shares memory, since a stack updates buffers in place."""
     inputs = [node for node in recorded.nodes if node.op == "placeholder"]
     count = len(recorded.params)
     before = dict(zip(recorded.buffers, inputs[count:], strict=False))
@@ -271,7 +275,7 @@ def _refuse_buffers(recorded: Trace) -> None:
     for name, node in after.items():
         if name not in before or not isinstance(node, Node):
             if any(node is after.get(known) for known in before if known != name):
-                continue  # a second name of a buffer
+                continue  # the same buffer under a second name
             raise Untraceable(f"its forward makes or removes buffer {name}")
         was, now = before[name].meta["val"], node.meta["val"]
         if was.shape != now.shape or was.dtype != now.dtype:
@@ -284,7 +288,7 @@ def _refuse_buffers(recorded: Trace) -> None:
 
 
 def _written_buffers(recorded: Trace) -> set[str]:
-    """The buffers that the graph writes to, or puts others in place of."""
+    """Return the names of the buffers that the graph writes to or replaces."""
     places = recorded.nodes[len(recorded.params) : len(recorded.params) + len(recorded.buffers)]
     before = dict(zip(places, recorded.buffers, strict=True))
     _, after = pytree.tree_unflatten(recorded.nodes[-1].args[0], recorded.out_spec)  # type: ignore[arg-type]
@@ -294,7 +298,7 @@ def _written_buffers(recorded: Trace) -> set[str]:
 
 
 def origin(node: Node) -> Node:
-    """The tensor a view was taken of."""
+    """Return the node of the tensor that a view was taken of, or the node itself if it is not a view."""
     while node.op == "call_function" and node.all_input_nodes and hasattr(node.target, "_schema"):
         if not any(result.alias_info is not None for result in node.target._schema.returns):
             break
@@ -322,7 +326,7 @@ def _refuse_in_graph(recorded: Trace) -> None:
 
 
 def same_graph(a: Trace, b: Trace) -> bool:
-    """Whether two graphs are the same, with the same numbers and constants in them."""
+    """Return whether two graphs are the same, including their numbers and constants."""
     if len(a.nodes) != len(b.nodes) or not same_constants(a, b):
         return False
     return all(
@@ -332,7 +336,7 @@ def same_graph(a: Trace, b: Trace) -> bool:
 
 
 def same_constants(a: Trace, b: Trace) -> bool:
-    """Whether tensors that are neither parameters, buffers nor batches are the same in two graphs of one length."""
+    """Return whether the constant tensors of two graphs with the same number of nodes are equal."""
     constants = [
         (getattr(a.module, str(x.target), None), getattr(b.module, str(y.target), None))
         for x, y in zip(a.nodes, b.nodes, strict=True)
@@ -345,7 +349,7 @@ def _same_constant(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or not isinstance(a, Tensor) or type(a) not in (Tensor, nn.Parameter):
         return type(a) is type(b)
     if a.layout != torch.strided:
-        return True  # it is refused, with its own reason
+        return True  # `_refuse_in_graph` raises with a better reason
     try:
         return a is b or (a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()))
     except Exception as error:
@@ -360,7 +364,7 @@ def _explain(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """The line of code outside torch and Shoal that an exception came through last, for a reason: ` (file:7: code)`."""
+    """Format the last line of the traceback that is in neither torch nor Shoal, as ` (file:7: code)`."""
     ours = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, shoal))
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     if not lines:
