@@ -1,1 +1,1 @@
-"""Python state that a step can reach: found, compared, restored, saved and copied."""
+"""Find, compare, restore, save and copy the Python state that a step can reach."""

@@ -1,4 +1,4 @@
-"""Whether two Python values, tensors or states of random numbers are the same, as far as any code can tell."""
+"""Compare Python values and tensors so strictly that no code could tell equal ones apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are the same object, or plain values that no code can tell apart."""
+    """Return whether two values are the same object, or plain values that no code can tell apart."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -19,7 +19,7 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, int | float | complex | str | bytes | np.generic):
         return a.dtype == b.dtype and a.tobytes() == b.tobytes() if isinstance(a, np.generic) else repr(a) == repr(b)
     if isinstance(a, tuple):
-        pairs = zip(tuple.__iter__(a), tuple.__iter__(b), strict=False)  # past a `__len__` that raises
+        pairs = zip(tuple.__iter__(a), tuple.__iter__(b), strict=False)  # a subclass may have a `__len__` that raises
         return tuple.__len__(a) == tuple.__len__(b) and all(same_value(x, y) for x, y in pairs)
     if isinstance(a, types.MethodType):
         return a.__func__ is b.__func__ and a.__self__ is b.__self__
@@ -27,7 +27,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def equal_value(a: Any, b: Any) -> bool:
-    """Whether two values are the same, or lists, dicts and sets of the same values."""
+    """Return whether two values are the same, or are lists, tuples, dicts or sets of the same values."""
     if same_value(a, b):
         return True
     if type(a) is not type(b) or type(a) not in (list, tuple, dict, set) or len(a) != len(b):
@@ -40,12 +40,12 @@ def equal_value(a: Any, b: Any) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits, whatever they mean."""
+    """Return whether two tensors have the same shape, dtype and bits."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor has been written to; those made in inference mode do not count."""
+    """Return how often a tensor has been written to; always 0 for inference tensors, which have no version counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 

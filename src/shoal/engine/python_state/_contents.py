@@ -1,4 +1,4 @@
-"""Places whose content is not Python values: tensors, arrays, random numbers, and how far an iterator has come."""
+"""Places that hold other state than Python values: tensors, arrays, random generators and positions of iterators."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from shoal.engine.python_state.places import Place
 from shoal.utils.random_state import get_state, same_state, set_state
 
 MAX_ELEMENTS = 1_000_000
-"""Larger tensors are compared by version alone, larger arrays by a sample; neither is put back."""
+"""Larger tensors are compared only by their version, and larger arrays by a sample; neither is restored."""
 _SAMPLED = 4096
 _COPYABLE: tuple[type, ...] = (
     itertools.count, type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")),
 )  # fmt: skip
-"""Iterators whose copy continues from the same place and shares nothing with them."""
+"""Iterators that `copy.copy` copies with their position, so that original and copy advance independently."""
 
 
 class TensorContent(Place):
-    """What is written in a tensor that is neither a parameter nor a buffer of the model."""
+    """The values in a tensor that is neither a parameter nor a buffer of the model."""
 
     owner: Tensor
     data = True
     most = MAX_ELEMENTS
-    """Elements whose content is looked at."""
+    """The values of tensors with more elements are not compared."""
 
     @property
     def whole(self) -> bool:
-        """Whether its content can be copied and compared."""
+        """Whether its values can be copied and compared."""
         value = self.owner
         plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
         odd = value.is_quantized or value.is_nested
@@ -64,7 +64,7 @@ class TensorContent(Place):
 
 
 class ArrayContent(Place):
-    """What is written in a numpy array."""
+    """The values in a numpy array."""
 
     owner: np.ndarray[Any, Any]
 
@@ -89,7 +89,7 @@ class ArrayContent(Place):
 
 
 class RandomNumbers(Place):
-    """A generator of random numbers: Python's, numpy's or torch's."""
+    """The state of a random generator of Python, numpy or torch."""
 
     def get(self) -> Any:
         return get_state(self.owner)
@@ -103,7 +103,7 @@ class RandomNumbers(Place):
 
 
 class Position(Place):
-    """How far an iterator has come. Few can be put back: a copy then takes the place of the one that has moved on."""
+    """The position of an iterator. It is restored by replacing the iterator by a copy, which only few types allow."""
 
     @property
     def restorable(self) -> bool:  # type: ignore[override]
@@ -118,14 +118,14 @@ class Position(Place):
             return None if frame is None else (frame.f_lasti, tuple(map(id, frame.f_locals.values())))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # itertools will lose this one day
+                warnings.simplefilter("ignore")  # pickling itertools objects is deprecated
                 return repr(value.__reduce__())
         except Exception:
-            return None  # it cannot tell
+            return None  # the iterator does not tell its position
 
 
 class CachedCalls(Place):
-    """How many results a `functools.cache` has had to work out. They stay: `forget` is for those that must not."""
+    """The number of results that a `functools.cache` has computed. Restoring keeps them; `forget` removes them."""
 
     restorable = False
 
@@ -133,10 +133,10 @@ class CachedCalls(Place):
         return int(self.owner.cache_info().misses)
 
     def forget(self) -> None:
-        """Empty the cache: what it held will be worked out again."""
+        """Empty the cache, so that its results are computed again."""
         self.owner.cache_clear()
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether asking for the next element moves it on; files are not looked into."""
+    """Return whether a value is an iterator other than a file."""
     return isinstance(value, Iterator) and not hasattr(value, "fileno")

@@ -1,6 +1,6 @@
-"""What Python objects consist of: taken apart for a file or a copy, and put together again.
+"""Split Python objects into their parts, to save or copy them, and build them again from such parts.
 
-No code of a user's is called on the way: objects are made without `__init__`, and attributes are set past properties.
+No user code is called: objects are made without `__init__`, and attributes are set without properties.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from shoal.utils.random_state import get_state, set_state
 CONTAINERS: tuple[Any, ...] = (
     list, set, bytearray, deque, OrderedDict, defaultdict, dict, types.SimpleNamespace,
 )  # fmt: skip
-"""Classes written in C whose objects, and those of classes made from them, can be taken apart."""
+"""Classes written in C whose objects can be split into parts, as can those of their subclasses."""
 _ITERATORS: dict[str, Callable[..., Any]] = {
     "iter": iter, "reversed": reversed, "count": itertools.count, "cycle": itertools.cycle, "repeat": itertools.repeat,
     "islice": itertools.islice, "chain": itertools.chain, "enumerate": enumerate, "zip": zip,
 }  # fmt: skip
-"""What makes an iterator again, from what its `__reduce__` says."""
+"""Functions that an iterator's `__reduce__` may name to build the iterator again."""
 _SOURCES: dict[str, Any] = {
     "python": random.Random, "torch": torch.Generator, "numpy": np.random.Generator, "old numpy": np.random.RandomState,
 }  # fmt: skip
-"""Generators of random numbers."""
+"""Classes of random generators."""
 _HEAP_TYPE = 1 << 9
-"""A flag of classes that are written in Python."""
+"""Py_TPFLAGS_HEAPTYPE, the flag of classes that are written in Python."""
 
 
 class NotSavable(Exception):
-    """A value that cannot be taken apart or written; the message says what it is."""
+    """Raised if a value cannot be split into parts or saved; the message says what it is."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """What an object consists of."""
+    """The parts from which an object can be built again."""
 
     kind: str
-    """Which entry of `MAKE` makes it."""
+    """The entry of `MAKE` that builds it."""
     arguments: tuple[Any, ...]
-    """What is needed to make it."""
+    """The arguments for that entry."""
     items: list[Any] = field(default_factory=list)
-    """What is put into it afterwards, and so may hold the object itself; of a dict, keys and values in turn."""
+    """Items that are added after it is built, and so may refer to it. For a dict, keys and values alternate."""
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
 def take_apart(value: Any) -> Parts:
-    """Say what an object consists of, one level deep; NotSavable where that cannot be said.
+    """Return the parts of an object, one level deep; raise NotSavable if that is not possible.
 
-    Not for tensors, arrays, functions and modules.
+    The value must not be a tensor, an array, a function or a module.
     """
     kind = type(value)
     if kind in (tuple, frozenset, torch.Size):
@@ -106,7 +106,7 @@ def _take_apart_object(value: Any) -> Parts:
 def _take_apart_iterator(value: Any) -> Parts:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # itertools will lose this one day
+            warnings.simplefilter("ignore")  # pickling itertools objects is deprecated
             make, arguments, *state = value.__reduce__()
     except Exception:
         raise NotSavable(name_kind(value)) from None
@@ -117,7 +117,7 @@ def _take_apart_iterator(value: Any) -> Parts:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """An object's attributes, those in `__slots__` included."""
+    """Return an object's attributes, including those in `__slots__`."""
     attributes = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         for name, descriptor in vars(base).items():
@@ -131,21 +131,21 @@ def _container(kind: type) -> Any:
 
 
 def is_written_in_python(kind: type) -> bool:
-    """Whether a class and all that it is made from are written in Python."""
+    """Return whether a class and all of its bases are written in Python."""
     return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])
 
 
 def name_kind(value: Any) -> str:
-    """Say what a value is, in two words: "a generator"."""
+    """Return the name of a value's type with an article, such as "a generator"."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-# --- putting together -------------------------------------------------------------------------------------------------
+# --- building objects -------------------------------------------------------------------------------------------------
 
 
 def fill(made: Any, items: Sequence[Any], attributes: Mapping[str, Any]) -> None:
-    """Put into a new object what it holds."""
+    """Add items and attributes to an object that was just built."""
     base = _container(type(made))
     if issubclass(base, dict):
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -154,7 +154,7 @@ def fill(made: Any, items: Sequence[Any], attributes: Mapping[str, Any]) -> None
         set.update(made, items)
     elif base is not object and items:
         base.extend(made, items)
-    elif items:  # of an iterator
+    elif items:  # the state of an iterator
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made.__setstate__(items[0])

@@ -1,8 +1,8 @@
-"""Python values as plain data: numbers, strings, lists, dicts and tensors, from which the same values are made again.
+"""Encode Python values as plain data (numbers, strings, lists, dicts and tensors), and decode them again.
 
-Objects that another process has as well, since it builds the same jobs, are written as the way to them (see
-`state_walk`). Others are written by what they hold, each once, however often it occurs. Reading calls no code of a
-user's, and names only classes and functions that the program has loaded already (see `_named`).
+Objects that the reading process has too, since it builds the same jobs, are encoded as their paths (see `state_walk`).
+Other objects are encoded by their parts, each object once. Decoding calls no user code, and can only refer to classes
+and functions that the program has already loaded (see `_named`).
 """
 
 from __future__ import annotations
@@ -22,31 +22,35 @@ from shoal.engine.python_state.places import Path
 from shoal.errors import OutError
 
 Plain = Any
-"""None, numbers, strings, bytes; or a list whose first element says what it is."""
+"""An encoded value: None, a number, a string, bytes, or a list whose first element is the kind of the value."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OPEN = frozenset({
     "argparse", "builtins", "collections", "decimal", "enum", "fractions", "functools", "itertools", "math", "operator",
     "pathlib", "random", "statistics", "types",
 })  # fmt: skip
-"""Modules of the standard library of which a checkpoint may name something."""
+"""Modules of the standard library to whose classes and functions a checkpoint may refer."""
 
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, np.ufunc)
 
 
 class Encoder:
-    """Writes values. `paths`: the ways to objects that the reader has as well, by their ids."""
+    """Encodes values. `paths` has, by id, the paths of objects that the reading process has too."""
 
     def __init__(self, paths: Mapping[int, Path]) -> None:
         self.nodes: list[Plain] = []
         self._paths = paths
         self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []  # keeps ids from being given away
+        self._held: list[Any] = []  # keeps the objects alive, so that their ids stay valid
 
     def value(self, value: Any, *, anew: bool = False) -> Plain:
-        """Write a value as plain data, with what it holds in `nodes`; NotSavable, and nothing written, if impossible.
+        """Encode a value, and append the objects that it contains to `nodes`.
 
-        `anew`: so that the reader makes an object like it, also where it has one already.
+        Args:
+            anew: Encode the object by its parts even if the reading process has it, so that a new one is built there.
+
+        Raises:
+            NotSavable: If the value cannot be encoded; `nodes` is then unchanged.
         """
         count = len(self.nodes)
         try:
@@ -104,14 +108,14 @@ class Encoder:
 
 
 class Decoder:
-    """Reads values. `objects`: those that are here already, by the ways to them. `device`: for tensors of a GPU's."""
+    """Decodes values. `objects` has the existing objects by path; tensors that were on a GPU are put on `device`."""
 
     def __init__(self, nodes: list[Plain], objects: Mapping[Path, Any], device: torch.device) -> None:
         self._nodes, self._objects, self._device = nodes, objects, device
         self._made: dict[int, Any] = {}
 
     def value(self, value: Plain) -> Any:
-        """Make the value that was written."""
+        """Decode a value."""
         if not isinstance(value, list):
             return value
         kind, *content = value
@@ -126,7 +130,7 @@ class Decoder:
         return content[0]
 
     def _make(self, number: int) -> None:
-        """Make an object, and only then what it holds: that may hold it in turn."""
+        """Build an object before its items and attributes, since these may refer to it."""
         kind, *content = self._nodes[number]
         if kind == "tensor":
             self._made[number] = self._tensor(*content)
@@ -149,7 +153,7 @@ class Decoder:
 
 
 def _name(value: Any, why: str) -> tuple[str, str]:
-    """Return the module and the name of a class or a function; of a module, its name and nothing."""
+    """Return the module and the name of a class or a function, or a module's name and an empty string."""
     module, name = getattr(value, "__module__", None) or "builtins", getattr(value, "__qualname__", value.__name__)
     if isinstance(value, types.ModuleType):
         module, name = value.__name__, ""
@@ -163,15 +167,15 @@ def _name(value: Any, why: str) -> tuple[str, str]:
 
 
 def _named(module: str, name: str = "") -> Any:
-    """Return what a module that is loaded already calls by this name.
+    """Return the class, function or module of this name from a module that is already loaded.
 
-    OutError for most of the standard library and for built-in functions: the user's code could call what it finds in
-    its state, and a checkpoint must not choose `os.system`.
+    Raises OutError for built-in functions and for most of the standard library, since the user's code may call
+    functions in its state, and a manipulated checkpoint could refer to `os.system`.
     """
     value: Any = sys.modules[module]
     modules = {module}
     for part in name.split(".") if name else ():
-        value = vars(value)[part]  # not getattr, which may import or call something
+        value = vars(value)[part]  # getattr could import a module or call user code
         modules.add(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or "")
     tops = {place.partition(".")[0] for place in modules}
     closed = not tops.isdisjoint(sys.stdlib_module_names - _OPEN) or not isinstance(value, _NAMED)

@@ -1,8 +1,8 @@
-"""Train and eval mode of a network's modules, where a class may have a `train()` of its own.
+"""Switch a network's modules between train and eval mode, also if a class overrides `train()`.
 
-Such a method keeps a frozen backbone in eval mode, or merges adapters into weights for evaluation. It is called as a
-plain loop calls it: before each epoch and after each validation. Apart from that modules keep the mode that they were
-built in, so that the function that builds a network may freeze a batch norm with `eval()`.
+An overridden `train()` may keep a frozen backbone in eval mode, or merge adapters into weights for evaluation. It is
+called as in a plain loop: before each epoch and after each validation. Otherwise modules keep the mode in which they
+were built, so that the function that builds a network can freeze a batch norm with `eval()`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def in_eval_mode(model: Network) -> Network:
-    """The network itself, in eval mode; a `train()` of its own may not return it."""
+    """Put a network into eval mode and return it. An overridden `train()` may return something else."""
     model.eval()
     return model
 
 
 def built_in_eval_mode(model: nn.Module) -> frozenset[str]:
-    """Names of modules of a new network that are in eval mode; none where all of it is, as it is after inference."""
+    """Return the names of modules that were built in eval mode; none if the whole network is in eval mode."""
     return frozenset(name for name, module in model.named_modules() if model.training and not module.training)
 
 
 def enter_train_mode(model: nn.Module, built_in_eval: frozenset[str]) -> None:
-    """As `model.train()`, but modules stay in eval mode that were built in it."""
+    """Put a network into train mode, except for modules that were built in eval mode."""
     if not model.training:
         model.train()
     for name, module in own_train_methods(model):
@@ -42,7 +42,7 @@ def enter_train_mode(model: nn.Module, built_in_eval: frozenset[str]) -> None:
 
 
 def own_train_methods(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that have a `train()` of their own, by their names."""
+    """Yield the outermost modules that override `train()`, with their names."""
     if getattr(model.train, "__func__", None) is not nn.Module.train:
         yield name, model
         return
@@ -51,7 +51,7 @@ def own_train_methods(model: nn.Module, name: str = "") -> Iterator[tuple[str, n
 
 
 def change_by_eval(model: nn.Module) -> Path | None:
-    """Put a network into eval mode, and say what its own `train()` changes by that besides modes of modules."""
+    """Put a network into eval mode, and return the path of something other than a mode that this changed, if any."""
     if not any(own_train_methods(model)):
         model.eval()
         return None

@@ -1,4 +1,4 @@
-"""Random numbers of the modules `random` and `numpy.random`: a stream of its own for each job."""
+"""Give each job its own random state of the modules `random` and `numpy.random`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _GENERATORS: tuple[Generator, ...] = (PYTHON, NUMPY)
 
 
 class ModuleStreams:
-    """One job's streams. They start as after `random.seed(seed)` and `numpy.random.seed(seed)`."""
+    """One job's random streams, which start as after `random.seed(seed)` and `numpy.random.seed(seed)`."""
 
     def __init__(self) -> None:
         self.used = False
-        """Whether the job's step may draw from them; if not, they are not swapped in, which takes as long as a step."""
+        """Whether the job's step may draw from them. If not, swapping them in, which is slow, is skipped."""
         self.states: list[Any] | None = None
-        """Where they are; None: at their start."""
+        """The current states of the generators; None at their start."""
 
     @contextmanager
     def swapped_in(self, seed: int, keep: bool) -> Iterator[None]:
-        """Inside: the modules draw from this job's streams. `keep`: they move on by what is drawn."""
+        """Let the modules draw from this job's streams inside this context. With `keep`, they stay advanced."""
         if not self.used:
             yield
             return
@@ -42,14 +42,14 @@ class ModuleStreams:
                     self.states = [get_state(generator) for generator in _GENERATORS]
 
     def saved(self) -> dict[str, Plain] | None:
-        """Where they are, as plain data and tensors; None: at their start."""
+        """Return the current states as plain data and tensors; None at their start."""
         if self.states is None:
             return None
         encoder = Encoder({})
         return {"states": [encoder.value(state) for state in self.states], "nodes": encoder.nodes}
 
     def load(self, saved: Mapping[str, Plain] | None) -> None:
-        """Put them where `saved` was taken."""
+        """Restore the states that `saved()` returned."""
         if saved is None:
             self.states = None
         else:

@@ -1,4 +1,4 @@
-"""Pieces of Python state: each knows its path, what it holds now, and how to put something back there."""
+"""Places where Python state is stored, such as attributes, closure cells and dicts, which can be read and restored."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shoal.engine.python_state._compare import equal_value, same_value
 from shoal.engine.python_state.user_code import is_standard_class
 
 Path = tuple[str, ...]
-"""The way to a piece of state from a named root, such as `("step", "<cfg>", "['beta']")`: closure cells are written
-`<name>`, attributes `.name`, items `[key]`. Globals and classes have roots of their own, `("globals", module, name)`
-and `("class", module.name)`, so that a path means the same in another process that has built the same objects."""
+"""The path to a piece of state from a named root, such as `("step", "<cfg>", "['beta']")`: closure cells are written
+`<name>`, attributes `.name`, items `[key]`. Globals and classes start at `("globals", module, name)` and
+`("class", module.name)`, so that a path is valid in another process that has built the same objects."""
 
 MISSING: Any = object()
-"""Stands for a name or a closure cell that holds nothing."""
+"""The value of a name or a closure cell that has none."""
 _OMITTED = frozenset({".__dict__", ".__next__", ".cell_contents"})
-"""Parts of paths that only tell two places of the same object apart."""
+"""Elements of paths that only distinguish two places of the same object."""
 
 
 def say(path: Path) -> str:
-    """A path in the words of the user's code.
+    """Return a path in the words of the user's code.
 
     >>> say(("globals", "train", "cfg", "['beta']")), say(("step", "<cfg>", "['beta']"))
     ("cfg['beta'] of module train", "cfg['beta'] in the closure of step")
@@ -40,10 +40,10 @@ def say(path: Path) -> str:
 
 
 class Place:
-    """One piece of state. `get` copies what it holds, not what that holds in turn: those have places of their own."""
+    """A piece of Python state. Its copies are one level deep, since values inside it have places of their own."""
 
     restorable = True
-    """Whether `put` can bring back what `get` gave."""
+    """Whether `put` can restore what `get` returned."""
     data = False
     """Whether it is the content of a tensor."""
 
@@ -54,38 +54,38 @@ class Place:
         return f"{type(self).__name__}({say(self.path)})"
 
     def get(self) -> Any:
-        """What it holds now, as a copy one level deep."""
+        """Return a copy of the current value, one level deep."""
         raise NotImplementedError
 
     def put(self, value: Any) -> None:
-        """Hold this again; whatever is the same already is not written to. Of a place that cannot: do nothing."""
+        """Set the value, writing only what differs. Does nothing if the place is not restorable."""
 
     def note(self) -> Any:
-        """What `changed` and `restore` need to know later."""
+        """Return a note of the current value for `changed` and `restore`."""
         return self.get()
 
     def changed(self, note: Any) -> bool:
-        """Whether it holds something else than when the note was taken; an equal copy of it is nothing else."""
+        """Return whether the value differs from the note; an equal copy of a list or dict is no difference."""
         return not equal_value(self.get(), note)
 
     def restore(self, note: Any) -> None:
-        """Hold the very things that it held when the note was taken."""
+        """Restore the objects that it held when the note was taken."""
         self.put(note)
 
     def differences(self, note: Any) -> dict[Path, Any]:
-        """Of a place that has changed: the paths of what is another thing than it was, and what is there now."""
+        """Return, for a place that has changed, the paths that changed and their current values."""
         return {self.path: self.get()}
 
     def swap(self, note: Any, fresh: Mapping[int, Any]) -> Any:
-        """The note with some of the objects in it, by their ids, replaced by others."""
+        """Return the note with objects replaced: `fresh` maps the id of an object to its replacement."""
         return note
 
 
 class Names(Place):
-    """Named values: attributes of an object or a class, a module's globals. `get` gives a dict."""
+    """Named values, such as attributes or globals. `get` returns a dict."""
 
     space: dict[str, Any]
-    """Where the values are; a class has none."""
+    """The dict that holds the values; not used for classes."""
 
     def _set(self, name: str, value: Any) -> None:
         self.space[name] = value
@@ -94,7 +94,7 @@ class Names(Place):
         self.space.pop(name, None)
 
     def element(self, name: str) -> str:
-        """The name as a part of a path."""
+        """Return the name as an element of a path."""
         return f".{name}"
 
     def changed(self, note: dict[str, Any]) -> bool:
@@ -119,7 +119,7 @@ class Names(Place):
 
 
 class Attributes(Names):
-    """An object's own attributes, also those in `__slots__`, read and written past properties and `__setattr__`."""
+    """An object's attributes, including `__slots__`, read and written without calling properties or `__setattr__`."""
 
     def __init__(self, path: Path, owner: Any, without: frozenset[str] = frozenset()) -> None:
         super().__init__(path, owner)
@@ -150,14 +150,14 @@ class Attributes(Names):
 
 @lru_cache(maxsize=8192)
 def slot_names(kind: Any) -> tuple[str, ...]:
-    """Names in the `__slots__` of a class and of what it is made from, without the standard library's."""
+    """Return the names in the `__slots__` of a class and its bases, except those of the standard library."""
     bases = [base for base in kind.__mro__ if not is_standard_class(base)]
     descriptors = (pair for base in bases for pair in vars(base).items())
     return tuple(name for name, value in descriptors if isinstance(value, types.MemberDescriptorType))
 
 
 class ClassAttributes(Names):
-    """Attributes and methods of a class."""
+    """The attributes and methods of a class."""
 
     def get(self) -> dict[str, Any]:
         return {name: _unwrapped(value) for name, value in list(vars(self.owner).items()) if _of_class(name, value)}
@@ -170,7 +170,7 @@ class ClassAttributes(Names):
 
 
 class Globals(Names):
-    """Some of a module's globals: those that the code in question mentions."""
+    """Those of a module's globals that the code in question mentions."""
 
     def __init__(self, path: Path, owner: dict[str, Any], names: Iterable[str]) -> None:
         super().__init__(path, owner)
@@ -221,7 +221,7 @@ class ContextVariable(Place):
 
 
 class Items(Place):
-    """A dict, or a mapping that can be written to. `get` gives its items in order."""
+    """The items of a dict or another mutable mapping. `get` returns them in order."""
 
     def get(self) -> list[tuple[Any, Any]]:
         return list(self.owner.items())
@@ -233,7 +233,7 @@ class Items(Place):
         for key, held in value:
             if key not in self.owner or not same_value(self.owner[key], held):
                 self.owner[key] = held
-        if list(map(id, self.owner)) != [id(key) for key, _ in value]:  # a key may be a tensor, which has no `==`
+        if list(map(id, self.owner)) != [id(key) for key, _ in value]:  # keys may be tensors, without a useful `==`
             self.owner.clear()
             self.owner.update(value)
 
@@ -248,14 +248,14 @@ class Items(Place):
 
 
 class ReadOnlyItems(Items):
-    """A mapping that cannot be written to, but whose owner can."""
+    """The items of a read-only view of a mapping, which cannot be restored through the view."""
 
     restorable = False
     put = Place.put
 
 
 class Elements(Place):
-    """A list or a deque."""
+    """The elements of a list or a deque."""
 
     def get(self) -> list[Any]:
         return list(self.owner)
@@ -271,7 +271,7 @@ class Elements(Place):
 
 
 class SetMembers(Place):
-    """A set."""
+    """The elements of a set."""
 
     def get(self) -> set[Any]:
         return set(self.owner)
@@ -282,7 +282,7 @@ class SetMembers(Place):
 
 
 class Empties(Place):
-    """Containers of one object that hold nothing, such as a module's tables of hooks."""
+    """The empty containers of one object, such as a module's dicts of hooks, as one place."""
 
     owner: list[Any]
 
@@ -298,7 +298,7 @@ class Empties(Place):
 
 
 def key_name(key: Any, place: int) -> str:
-    """A key as a part of a path: by value where that means the same elsewhere, by position otherwise."""
+    """Return a dict key as an element of a path: its value if other processes have the same, else its position."""
     plain = isinstance(key, str | int | float | bool | bytes | None) or (
         isinstance(key, tuple) and all(isinstance(part, str | int | float | bool | None) for part in key)
     )
@@ -306,7 +306,7 @@ def key_name(key: Any, place: int) -> str:
 
 
 def _unwrapped(value: Any) -> Any:
-    """A function without the wrapper that torch puts around an optimizer's `step` when the class is first used."""
+    """Remove the wrapper that torch puts around an optimizer's `step` when the class is first used."""
     hooked = isinstance(value, types.FunctionType) and getattr(value, "hooked", False)
     return getattr(value, "__wrapped__", value) if hooked else value
 

@@ -1,8 +1,8 @@
-"""Python state around a step: what closures, globals and objects hold, noticed and put back.
+"""Restore the Python state of closures, globals and objects after a trial of a step.
 
-A step is tried before any training (on a copy of the model, on tensors without data). Whatever it reaches besides the
-model (a counter in a closure, a generator of random numbers, a loss with a buffer) is not copied with the model; it is
-noted here before, compared after, and put back as it was, so that the training itself finds what its solo loop finds.
+A step is tried before any training, on a copy of the model and on tensors without data. Other objects that it uses (a
+counter in a closure, a random generator, a loss with a buffer) are not copied with the model. Their state is recorded
+before the trial, compared afterwards and restored, so that training starts from the same state as a solo loop.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from shoal.utils.locks import one_at_a_time
 from shoal.utils.random_state import restored
 
 _ONE_HOLDER = 3
-"""References to a container that one object holds: that one, the place's and the call's own."""
+"""The reference count of a container with one holder: the holder, the place, and the argument of `getrefcount`."""
 
 
 class PythonState:
-    """The state that can be reached from some named functions and objects, as it was when this was made."""
+    """A record of the state that can be reached from some functions and objects, taken when this object is created."""
 
     def __init__(self, roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> None:
-        """`skip`: a model whose parameters and buffers are not looked at."""
+        """Record the state of `roots`, without the parameters and buffers of the model `skip`."""
         walk = Walk(roots, skip=skip)
         self.places: list[Place] = walk.places
         self.complete = walk.complete
+        """Whether all of the state was recorded; the number of objects is limited."""
         self._walk = walk
-        """Whether all of it was looked at; there may be too much."""
         self._notes = [place.note() for place in self.places]
         self._unmoved = {
             id(p.owner): copy.copy(p.owner) for p in self.places if isinstance(p, Position) and p.restorable
         }
 
     def changes(self) -> list[Path]:
-        """Paths of what is another thing than it was, contents of tensors included."""
+        """Return the paths of everything that has changed since, including values in tensors."""
         return [path for place, note in self._pairs() if place.changed(note) for path in place.differences(note)]
 
     def place_at(self, path: Path) -> Place:
-        """The place that a path of `changes` belongs to; of an attribute that holds another tensor, its owner."""
+        """Return the changed place to which a path of `changes` belongs."""
         places = [
             place for place, note in self._pairs() if place.path == path[: len(place.path)] and place.changed(note)
         ]
@@ -54,32 +54,32 @@ class PythonState:
 
     @property
     def changed(self) -> bool:
-        """Whether anything but the content of a tensor is another thing than it was."""
+        """Whether anything other than values in tensors has changed."""
         return any(not place.data and place.changed(note) for place, note in self._pairs())
 
     @property
     def written(self) -> bool:
-        """Whether a tensor was written to."""
+        """Whether values in a tensor have changed."""
         return any(place.data and place.changed(note) for place, note in self._pairs())
 
     @property
     def may_draw(self) -> bool:
-        """Whether code may draw from the modules `random` and `numpy.random`; a library's is not looked into."""
+        """Whether the user's code may draw from `random` or `numpy.random`. Code of libraries is not searched."""
         return self._walk.may_draw
 
     @property
     def unrestorable(self) -> list[Path]:
-        """Paths of iterators that cannot be put back once they have moved on, such as a generator."""
+        """The paths of iterators whose position cannot be restored, such as generators."""
         return [place.path for place in self.places if isinstance(place, Position) and not place.restorable]
 
     def forget_cached_calls(self) -> None:
-        """Empty caches of functions that were filled since, with tensors that have no data, it may be."""
+        """Empty the caches of functions that were filled since, as they may contain tensors without data."""
         for place, note in self._pairs():
             if isinstance(place, CachedCalls) and place.changed(note):
                 place.forget()
 
     def restore(self) -> None:
-        """Put back everything that can be, except in tables that a library holds as well."""
+        """Restore everything that can be restored, except containers that a library refers to as well."""
         moved = [id(p.owner) for p, note in self._pairs() if id(p.owner) in self._unmoved and p.changed(note)]
         fresh = {key: copy.copy(self._unmoved[key]) for key in moved}
         wanted = [place.swap(note, fresh) if fresh else note for place, note in self._pairs()]
@@ -99,10 +99,13 @@ class PythonState:
 
 @contextmanager
 def preserved(roots: Mapping[str, Any], *, skip: nn.Module | None = None) -> Iterator[PythonState]:
-    """Inside: Python may change what these hold. After: they hold what they held, and so do `random` and numpy.
+    """Restore the state of these functions and objects, and of `random` and `numpy.random`, after this context.
 
-    `skip`: a model whose parameters and buffers are not looked at. One thread at a time: two that put back the same
-    object would otherwise put back what the other has changed.
+    Only one thread at a time can be inside, since two threads that restore the same object would disturb each other.
+
+    Args:
+        roots: The functions and objects, by name.
+        skip: A model whose parameters and buffers are not restored.
     """
     with one_at_a_time, restored():
         state = PythonState(roots, skip=skip)

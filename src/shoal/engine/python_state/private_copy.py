@@ -1,7 +1,7 @@
-"""Copies of functions and objects with all that they hold, so that two jobs which begin alike do not share state.
+"""Copy functions and objects with everything that they contain, so that a job and its copy do not share state.
 
-`copy.deepcopy` takes a function for a constant; here it gets closure cells of its own. What belongs to a process and
-not to a job stays as it is: classes, modules, globals, files, loggers, locks.
+`copy.deepcopy` returns functions unchanged, while here they are copied with their closure cells. Objects that belong to
+the process and not to a job are not copied: classes, modules, globals, files, loggers, locks.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _CONSTANT = (
     Job,
 )  # fmt: skip
 _DEEP = (np.ndarray, random.Random, torch.jit.ScriptModule)
-"""What `copy.deepcopy` copies well."""
+"""Classes whose objects are copied by `copy.deepcopy`."""
 _STANDARD = (
     *CONTAINERS, argparse.Namespace, UserDict, UserList, tuple, frozenset, functools.partial, types.MethodType,
     weakref.ref,
 )  # fmt: skip
-"""Classes of the standard library whose objects hold a user's values."""
+"""Classes of the standard library whose objects contain values of the user."""
 
 
 class PrivateCopies:
-    """Copies that belong together: what two of the originals share, their copies share as well."""
+    """Makes copies that belong together: if two originals share an object, their copies share its copy."""
 
     def __init__(self) -> None:
         self.shared: list[Any] = []
-        """Iterators that could not be copied: original and copy read from the same one."""
+        """Iterators that could not be copied, so that original and copy read from the same one."""
         self._made: dict[int, Any] = {}
-        self._held: list[Any] = []  # keeps ids from being given away
+        self._held: list[Any] = []  # keeps the objects alive, so that their ids stay valid
 
     def of(self, value: Any) -> Any:
-        """Copy a value; a function or an object that holds nothing that could change may be returned as it is."""
+        """Return a copy of a value, or the value itself if it has no state that could change or cannot be copied."""
         if isinstance(value, _CONSTANT):
             return value
         if id(value) not in self._made:
@@ -60,11 +60,11 @@ class PrivateCopies:
         return self._made[id(value)]
 
     def known(self, value: Any) -> Any:
-        """Return the copy that was made of something; None where there is none."""
+        """Return the copy that was made of a value, or None."""
         return self._made.get(id(value))
 
     def _make(self, value: Any) -> None:
-        """Note the copy before what it holds is copied: that may lead back to it."""
+        """Copy a value. The copy is registered before its contents are copied, since these may refer back to it."""
         if isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, Tensor) and not is_lazy(value):
@@ -75,7 +75,7 @@ class PrivateCopies:
             self._object(value)
 
     def _object(self, value: Any) -> None:
-        """Copy an object by what it consists of; what cannot be taken apart stays as it is."""
+        """Copy an object by its parts; an object that cannot be split into parts is not copied."""
         self._made[id(value)] = value
         builtin = isinstance(value, types.BuiltinFunctionType)
         if builtin and (value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)):
@@ -105,7 +105,7 @@ class PrivateCopies:
         for cell, copied in zip(function.__closure__ or (), cells, strict=True):
             try:
                 copied.cell_contents = self.of(cell.cell_contents)
-            except ValueError:  # nothing in it yet
+            except ValueError:  # the cell is empty
                 continue
         made.__defaults__ = self.of(function.__defaults__)
         made.__kwdefaults__ = self.of(function.__kwdefaults__)

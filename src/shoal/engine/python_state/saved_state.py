@@ -1,7 +1,7 @@
-"""What a member has become besides weights, optimizer state and schedule: Python state, and what its optimizer keeps.
+"""Save and restore the part of a member's state that no `state_dict()` contains, such as Python state of its step.
 
-Only jobs whose step changes Python state, and those with optimizers or schedules of their own making, have any: for the
-others nothing is looked for and nothing saved.
+Only jobs whose step changes Python state, or whose optimizer or schedule is the user's own, have such state. For other
+jobs nothing is searched and nothing saved.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ Saved = Mapping[str, Plain]
 
 
 class SavedState:
-    """The Python state of one member. Made anew in each process; what was saved elsewhere is loaded."""
+    """The Python state of one member. Each process creates its own and loads what another process saved."""
 
     def __init__(self) -> None:
         self.watched = True
-        """Whether its step may change Python state; a step that could be traced does not."""
+        """Whether the member's step may change Python state; a step that could be traced does not."""
         self.wanted = False
-        """Whether it will be needed: for a run folder, or for clones."""
+        """Whether the state will be needed, for a run folder or for clones."""
         self.job: Keeper | None = None
-        """Of what the job's functions and the model reach."""
+        """Keeps the state that the job's functions and the model reach."""
         self.driver: Keeper | None = None
-        """Of the optimizer and scheduler that train it now."""
+        """Keeps the state of the current optimizer and scheduler."""
         self.keeps_schedule = False
-        """Whether the scheduler's attributes are saved with those of the optimizer."""
+        """Whether the scheduler's attributes are saved here, since it is not one of torch's schedulers."""
         self.stand_ins: dict[str, Any] = {}
-        """A clone's copies of its source's optimizer and scheduler, until it gets its own."""
+        """For a clone: copies of its source's optimizer and scheduler, until it gets its own."""
         self._loaded: Saved | None = None
         self._name = ""
 
     @property
     def problems(self) -> dict[str, str]:
-        """What could not be saved so far: where it is, and why."""
+        """The state that could not be saved so far: its location -> the reason."""
         keepers = (self.job, self.driver)
         return {where: why for keeper in keepers if keeper is not None for where, why in keeper.problems.items()}
 
     def capture(self) -> dict[str, Plain] | None:
-        """All that has changed since its beginning, as plain data and tensors; None where nothing has."""
+        """Return the state that has changed since the beginning, as plain data and tensors; None if there is none."""
         if self.job is None and self.driver is None:
             return None if self._loaded is None else dict(self._loaded)
         parts = {"job": self.job, "driver": self.driver}
@@ -62,11 +62,11 @@ class SavedState:
         return saved or None
 
     def load(self, saved: Saved | None) -> None:
-        """What was captured elsewhere; it is put in place when the member gets its optimizer."""
+        """Take a state that `capture()` returned. It is restored when the member gets its optimizer."""
         self._loaded, self.driver, self.keeps_schedule = saved, None, False
 
     def begin(self, job: Job, model: nn.Module) -> None:
-        """Before an optimizer is made for the member: note what there is or, if it has trained, what it has become."""
+        """Record the initial state, or the current one of a member that has trained, before an optimizer is made."""
         self._name = job.name
         if self._loaded is None and (self.job is not None or self.driver is not None):
             self._loaded = self.capture()
@@ -74,13 +74,13 @@ class SavedState:
             self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
         else:
             loaded = (self._loaded or {}).get("job") is not None
-            if self.wanted or loaded:  # a lazy network that has its weights can be traced, and could not before
+            if self.wanted or loaded:  # a lazy network was watched before it had its weights
                 self.job = Keeper(state_roots(job, model if self.watched or loaded else None), model=model)
 
     def attach(
         self, optimizer: Optimizer, schedule: Any, model: nn.Module, device: torch.device, *, started: bool
     ) -> None:
-        """An optimizer and a scheduler were made for the member. `started`: it has trained before, with other ones."""
+        """Use a new optimizer and scheduler. `started`: the member has trained before, so its state is restored."""
         self.keeps_schedule = schedule is not None and not _is_torchs(schedule)
         roots = driver_roots(optimizer, schedule)
         self.driver = Keeper(roots, model=model, beside=self.job) if roots else None
@@ -108,16 +108,16 @@ class SavedState:
             ) from error
 
     def finish(self, job: Job, model: nn.Module, device: torch.device) -> None:
-        """Put in place what a member at its end has become elsewhere, as far as it needs no optimizer."""
+        """Restore the loaded state of a member that has ended, except for its optimizer."""
         if self._loaded is not None and self._loaded.get("job") is not None:
             self.job = self.job or Keeper(state_roots(job, model), model=model)
-            with suppress(Exception):  # its weights are what counts, and they are there
+            with suppress(Exception):  # the weights are already restored, and they matter most
                 self.job.restore(self._loaded["job"], device, partly=True)
                 end_lazy_modules(model)
 
 
 def state_roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
-    """What a job's Python state can be reached from; without the model, what its optimizer and schedule can reach."""
+    """Return the objects to search for a job's Python state; without a model, only those of optimizer and schedule."""
     roots: dict[str, Any] = {
         "schedule": job.schedule,
         "optimizer class": job.optimizer,
@@ -131,13 +131,13 @@ def state_roots(job: Job, model: nn.Module | None) -> dict[str, Any]:
 
 
 def storable(state: Any) -> bool:
-    """Whether a scheduler's state_dict() is plain values and tensors alone; otherwise its attributes are saved."""
+    """Return whether a scheduler's state_dict() has only plain values and tensors; if not, its attributes are saved."""
     leaves = pytree.tree_leaves(state)
     return all(isinstance(leaf, bool | int | float | complex | str | bytes | None | Tensor) for leaf in leaves)
 
 
 def driver_roots(optimizer: Optimizer, schedule: Any) -> dict[str, Any]:
-    """An optimizer, a scheduler and its functions, as far as they may have state that no `state_dict()` has."""
+    """Return those of an optimizer, a scheduler and its functions that may have state outside any `state_dict()`."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     torchs = type(optimizer).__module__.partition(".")[0] == "torch"
     roots: dict[str, Any] = {} if torchs and not any(hooks) else {"optimizer": optimizer}
@@ -149,8 +149,10 @@ def driver_roots(optimizer: Optimizer, schedule: Any) -> dict[str, Any]:
 
 
 def schedule_functions(schedule: Any) -> list[Any]:
-    """Functions of the user's that torch's schedulers call. A scheduler's state_dict() has what they keep only where
-    they are objects with attributes."""
+    """Return the user's functions that a scheduler of torch calls.
+
+    A scheduler's state_dict() contains their state only if they are objects with attributes.
+    """
     functions = [*getattr(schedule, "lr_lambdas", ()), getattr(schedule, "_scale_fn_custom", None)]
     inner = [function for part in getattr(schedule, "_schedulers", ()) for function in schedule_functions(part)]
     return [f for f in functions if isinstance(f, _FUNCTIONS)] + inner
@@ -160,7 +162,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def end_lazy_modules(model: nn.Module) -> None:
-    """Give lazy modules that were put back to where they had their weights the class that they then had."""
+    """Give restored lazy modules that have their weights the class that torch gives them at the first batch."""
     for module in model.modules():
         if isinstance(module, LazyModuleMixin) and "_initialize_hook" not in vars(module):
             module.__class__ = type(module).cls_to_become or type(module)
@@ -172,7 +174,7 @@ def _is_torchs(scheduler: Any) -> bool:
 
 
 def share(states: Sequence[SavedState]) -> None:
-    """Note what several of these can change: which of them did cannot be said, so it is not saved."""
+    """Find the state that several members can change. It is not saved, since it belongs to none of them alone."""
     keepers = [state.job for state in states if state.job is not None]
     holders = Counter(handle for keeper in keepers for handle in keeper.handles())
     several = {handle for handle, count in holders.items() if count > 1}

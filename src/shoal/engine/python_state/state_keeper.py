@@ -1,9 +1,9 @@
-"""Python state that training changes besides weights and optimizer state: found once, then saved with each checkpoint.
+"""Save the Python state that training changes besides weights and optimizer state, and restore it.
 
-A counter in a module, a list in a closure, a hidden state, a target network, a generator of random numbers: none of
-them is in a `state_dict()`. The walk that also watches a step (`state_walk`) looks for the places where such state can
-be, before the first step, and what they hold is noted. A checkpoint holds those that have changed since; another
-process, which builds the same jobs and so finds the same places, puts them back.
+A counter in a module, a list in a closure, a hidden state, a target network or a random generator is in no
+`state_dict()`. Before the first step, `state_walk` finds the places where such state can be, and their values are
+recorded. A checkpoint contains the places that have changed since. Another process builds the same jobs, so it finds
+the same places and can restore them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shoal.engine.python_state.places import Path, Place, key_name, say
 from shoal.engine.python_state.state_walk import Walk
 
 Handle = tuple[int, str | None]
-"""The id of an object, and of an object with named values one of the names."""
+"""An object's id and None, or for an object with attributes or globals, its id and one of the names."""
 SHARED = "other jobs can change it too, since they have the same object"
 SAME, LEFT, MISSING = ["same"], ["left"], ["missing"]
-"""Instead of a value: what is there at the beginning; what could not be saved; nothing at all."""
+"""Markers in place of a value: it is the initial one; it could not be saved; there is none."""
 _IN_STATE_DICT = frozenset({"state", "param_groups"})
 _SEPARATOR = "\x1f"
 _LARGE, _SAMPLE = 1 << 20, 1 << 16
-"""Elements of a tensor from which a part of them is compared, and how many."""
+"""Of tensors with more than `_LARGE` elements, only about `_SAMPLE` elements are compared."""
 
 
 class _KeptWalk(Walk):
-    """A walk that leaves out what is in the state_dict() of an optimizer that is a root."""
+    """A walk that leaves out an optimizer's `state` and `param_groups`, which its `state_dict()` contains."""
 
     def _attributes(self, path: Path, value: Any, without: frozenset[str] = frozenset()) -> None:
         root = isinstance(value, Optimizer) and len(path) == 1
@@ -46,69 +46,74 @@ class _KeptWalk(Walk):
 
 
 class Keeper:
-    """Saves what can be reached from some named functions and objects, and puts it back.
+    """Saves and restores the state that can be reached from some functions and objects.
 
-    It has to be made before any training changes them: what is saved is what differs from then.
+    Create it before training starts, since only state that has changed since then is saved.
     """
 
     def __init__(
         self, roots: Mapping[str, Any], *, model: nn.Module | None = None, beside: Keeper | None = None
     ) -> None:
-        """`model`: one whose parameters and buffers are saved elsewhere. `beside`: another keeper, whose places
-        are not looked at here."""
+        """Find and record the state.
+
+        Args:
+            roots: The functions and objects to search, by name.
+            model: A model whose parameters and buffers are saved elsewhere.
+            beside: Another keeper, whose objects are left out here.
+        """
         self.paths: dict[int, Path] = dict(beside.paths) if beside is not None else {}
         self._objects: dict[Path, Any] = {}
         walk = _KeptWalk(roots, skip=model, known=self.paths)
         tensors = (*model.named_parameters(), *model.named_buffers()) if model is not None else ()
         for path, value in (*((("model tensor", name), tensor) for name, tensor in tensors), *walk.reached):
-            while path in self._objects:  # two classes of one name
+            while path in self._objects:  # two classes may have the same name
                 path = (*path, "'")
             self.paths.setdefault(id(value), path)
             self._objects[path] = value
         if beside is not None:
             self._objects = {**beside._objects, **self._objects}
         self.complete = walk.complete
-        self._walk = walk  # holds the objects, so that their ids are theirs
+        self._walk = walk  # keeps the objects alive, so that their ids stay valid
         self._places: dict[str, Place] = {}
         for place in walk.places:
             if not isinstance(place, CachedCalls):
                 self._places[_key(place, self._places)] = place
         self._notes = {key: _note(place) for key, place in self._places.items()}
         self._changed: set[str] = set()
-        """Those that are known to have changed: they are not compared again."""
+        """Keys of places that are known to have changed, and are not compared again."""
         self.shared: set[Handle] = set()
-        """What other jobs can change too: it is not saved."""
+        """State that other jobs can change too, and that is therefore not saved."""
         self.problems: dict[str, str] = {}
-        """What cannot be saved, in words: where it is, and why."""
+        """State that cannot be saved: its location in words -> the reason."""
         self._left_out: set[str] = set()
         """Keys of places that could not be saved."""
 
     def know(self, objects: Mapping[Path, Any]) -> None:
-        """Objects that took the place of others since, by the ways to them: references to them are saved as such."""
+        """Register objects that have replaced others at these paths, so that references to them are saved as paths."""
         objects = {path: value for path, value in objects.items() if value is not None}
         self.paths = {key: path for key, path in self.paths.items() if path not in objects}
         self.paths |= {id(value): path for path, value in objects.items()}
         self._objects |= objects
 
     def at(self, path: Path) -> Any:
-        """The object at the end of a way; None where there is none."""
+        """Return the object at a path, or None."""
         return self._objects.get(path)
 
     def swap(self, objects: Mapping[int, Any]) -> None:
-        """Take these objects, by the ids of those that they replace, for what was there at the beginning."""
+        """Replace objects in the recorded initial state: `objects` maps the id of an object to its replacement."""
         self._notes = {
             key: note if _is_content(place) else place.swap(note, objects)
             for (key, note), place in zip(self._notes.items(), self._places.values(), strict=True)
         }
 
     def handles(self) -> set[Handle]:
-        """All that it looks at."""
+        """Return handles of all state that this keeper watches."""
         named = [(p, p.get()) for p in self._places.values() if isinstance(p, places.Names)]
         others = {(id(p.owner), None) for p in self._places.values() if not isinstance(p, places.Names)}
         return others | {(id(place.owner), name) for place, names in named for name in names}
 
     def changed_in(self, handles: set[Handle]) -> dict[str, str]:
-        """Which of these hold something else than at the beginning, in words; and that others have them too."""
+        """Return which of these have changed since the beginning: the location in words -> `SHARED`, the reason."""
         changed: dict[str, str] = {}
         for key, place in self._places.items():
             if isinstance(place, Position) or not self._has_changed(key, place):
@@ -124,7 +129,7 @@ class Keeper:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _has_changed(self, key: str, place: Place) -> bool:
-        if isinstance(place, Position):  # what is inside of it may move where it does not say so
+        if isinstance(place, Position):  # an inner iterator may advance unnoticed
             return True
         if key not in self._changed and _changed(place, self._notes[key]):
             if not isinstance(place, places.Names | places.Items | Position):
@@ -133,7 +138,7 @@ class Keeper:
         return key in self._changed
 
     def capture(self) -> dict[str, Plain] | None:
-        """What has changed, as plain data and tensors; None where nothing has. See `problems` for what is left out."""
+        """Return the changed state as plain data and tensors; None if there is none. `problems` has what is missing."""
         encoder = Encoder(self.paths)
         saved: dict[str, Plain] = {}
         for key, place in self._places.items():
@@ -178,7 +183,7 @@ class Keeper:
     def _item(
         self, encoder: Encoder, place: Place, name: Any, value: Any, before: Any = places.MISSING, *, anew: bool = False
     ) -> Plain:
-        """One value of a place; SAME where it is the one from the beginning, LEFT where it cannot be saved."""
+        """Encode one value of a place; return SAME if it is the initial value, LEFT if it cannot be saved."""
         if value is places.MISSING:
             return MISSING
         if before is not places.MISSING and same_value(value, before):
@@ -196,12 +201,20 @@ class Keeper:
     def _problem(self, where: str, why: str) -> None:
         self.problems.setdefault(where, why)
 
-    # --- putting back -----------------------------------------------------------------------------------------------
+    # --- restoring --------------------------------------------------------------------------------------------------
 
     def restore(self, saved: Mapping[str, Plain] | None, device: torch.device, *, partly: bool = False) -> None:
-        """Hold what was captured, here or in another process; what had not changed is as it was at the beginning.
+        """Restore a state that `capture()` returned, here or in another process.
 
-        KeyError where this is not the job that it was captured from; `partly`: that is then left as it is.
+        Other places get their initial values again, except for the values in tensors and arrays.
+
+        Args:
+            saved: The captured state; None if nothing had changed.
+            device: The device for tensors that were on a GPU.
+            partly: Skip places that this job does not have.
+
+        Raises:
+            KeyError: If this job does not have one of the places, unless `partly`.
         """
         saved = saved or {"places": {}, "nodes": []}
         decoder = Decoder(saved["nodes"], self._objects, device)
@@ -238,7 +251,7 @@ class Keeper:
         return note | {name: now[name] for name in now if (id(place.owner), name) in self.shared}
 
     def _target(self, decoder: Decoder, key: str, content: Plain) -> Any:
-        """What a place shall hold, as its `put` takes it."""
+        """Decode the value that a place is to be set to, in the form that its `put` takes."""
         place, note = self._places[key], self._notes[key]
         if isinstance(place, places.Names | places.Items):
             before, now, target = dict(note), dict(place.get()), dict[Any, Any]()
@@ -255,7 +268,7 @@ class Keeper:
 
 
 def _key(place: Place, taken: Mapping[str, Any]) -> str:
-    """A name for a place: its path, with what it is, since a module has several places of one path."""
+    """Return a unique name for a place: its class and its path. A module has several places with the same path."""
     number = 0
     while (key := _SEPARATOR.join((f"{type(place).__name__}{number or ''}", *place.path))) in taken:
         number += 1
@@ -267,7 +280,7 @@ def _element(place: Place, name: Any) -> str:
 
 
 def _note(place: Place) -> Any:
-    """What a place holds; of tensors and arrays a hash, since they may be large."""
+    """Return a note of a place's value; for tensors and arrays a hash, since they may be large."""
     if isinstance(place, TensorContent):
         return version(place.owner), _tensor_hash(place.owner)
     return _array_hash(place.owner) if isinstance(place, ArrayContent) else place.note()
@@ -277,12 +290,12 @@ def _changed(place: Place, note: Any) -> bool:
     if isinstance(place, TensorContent):
         if place.owner.grad is not None or version(place.owner) != note[0]:
             return True
-        return bool(_tensor_hash(place.owner) != note[1])  # what is written through `.data` leaves the version as it is
+        return bool(_tensor_hash(place.owner) != note[1])  # writing through `.data` keeps the version
     return bool(_array_hash(place.owner) != note) if isinstance(place, ArrayContent) else place.changed(note)
 
 
 def _tensor_hash(value: Tensor) -> bytes:
-    """Of the content; of a large tensor's, of elements spread over it: writing to a part of it changes its version."""
+    """Hash a tensor's values; for a large tensor a sample, since most writes are already seen by its version."""
     if value.layout != torch.strided or value.is_meta or type(value) not in (Tensor, nn.Parameter):
         return b""
     if value.numel() > _LARGE:
@@ -291,7 +304,7 @@ def _tensor_hash(value: Tensor) -> bytes:
 
 
 def _array_hash(value: np.ndarray[Any, Any]) -> bytes:
-    """Of the content, all of it: an array does not say that it was written to."""
+    """Hash all values of an array, since arrays have no version that would show writes."""
     return hashlib.sha256(repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()).digest()
 
 

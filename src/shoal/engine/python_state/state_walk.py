@@ -1,7 +1,7 @@
-"""Finds the Python state that some functions and objects can reach: closures, globals, attributes, containers.
+"""Find the Python state that some functions and objects can reach: closures, globals, attributes, containers.
 
-What belongs to the user is looked into: functions, objects that were passed in, modules and classes of the user's own
-code. Of a library's code only the objects that the user holds are looked into, never its globals and classes.
+The search covers the user's functions, objects, modules and classes. It also covers objects of library classes that the
+user's code refers to, but never the globals and classes of libraries.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from shoal.engine.python_state.user_code import (
 from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator
 
 MOST_OBJECTS = 200_000
-"""Objects that are looked into at the most; `Walk.complete` says whether that was all."""
+"""The most objects that are searched; `Walk.complete` tells whether there were more."""
 TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
-"""Attributes of a module that are looked at on their own; the last two are an RNN's other list of its parameters."""
+"""Attributes of a module that are handled separately. The last two are an RNN's second list of its parameters."""
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-"""Containers that every module has, and that are empty in most."""
+"""Containers that every module has and that are usually empty."""
 _PLAIN = (
     int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size, torch.layout,
     Dataset, random.SystemRandom, types.CodeType, range, slice,
 )  # fmt: skip
-"""Values that hold no state, or whose state is not the step's: data is read elsewhere."""
+"""Classes of values that have no state, or whose state does not belong to the step, such as datasets."""
 _STANDARD = (
     types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap,
     functools.cached_property, functools.partialmethod,
 )  # fmt: skip
-"""Classes of the standard library whose objects hold a user's values. Loggers, threads, files and others do not."""
+"""Classes of the standard library whose objects contain values of the user, unlike loggers, threads and files."""
 
 
 class Walk:
-    """All places that can be reached from some named roots, each with one path, the shortest."""
+    """A breadth-first search for all places that can be reached from some roots, each with its shortest path."""
 
     most: int | None = None
-    """Objects that are looked into at the most, where that is not `MOST_OBJECTS`."""
+    """The most objects that are searched, if not `MOST_OBJECTS`."""
 
     def __init__(
         self,
@@ -66,10 +66,14 @@ class Walk:
         private: Mapping[str, Any] | None = None,
         known: Iterable[int] = (),
     ) -> None:
-        """`skip`: a model whose parameters and buffers are not looked at; its other attributes are.
+        """Search the roots.
 
-        `private`: more roots, which are not shared, such as a copy of a model: of what they reach, only what their code
-        shares with others is noted. `known`: ids of objects that are not looked into.
+        Args:
+            roots: The functions and objects where the search starts, by name.
+            skip: A model whose parameters and buffers are left out; its other attributes are not.
+            private: More roots, such as a copy of a model, whose own attributes no other code can change. Only state
+                that copies share is included, such as that of functions and classes.
+            known: Ids of objects to leave out.
         """
         self.places: list[Place] = []
         self.complete = True
@@ -77,13 +81,13 @@ class Walk:
         tensors = (*skip.parameters(), *skip.buffers()) if skip is not None else ()
         self._seen: set[int] = {*known, *map(id, tensors)}
         self.reached: list[tuple[Path, Any]] = []
-        """All objects that were looked into, with the ways to them. It also keeps their ids from being given away."""
+        """All objects that were searched, with their paths. The list keeps them alive, so that ids stay valid."""
         self._queue: deque[tuple[Path, Any, bool]] = deque(((name,), root, False) for name, root in roots.items())
         self._private = False
         self._mentioned: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        """Namespaces of modules, and which of their names the code mentions."""
+        """The globals of Python modules, and the names among them that the code mentions."""
         self._modules: set[tuple[int, frozenset[str]]] = set()
-        """Modules whose globals were looked up, and for which names."""
+        """The Python modules whose globals were searched, and for which names."""
         self._go()
         self._queue.extend(((name,), root, True) for name, root in (private or {}).items())
         self._go()
@@ -93,20 +97,20 @@ class Walk:
 
     @property
     def written(self) -> frozenset[str]:
-        """Names of globals that the code writes to."""
+        """The names of globals that the user's code writes to."""
         functions = [held for held in self.visited if isinstance(held, types.FunctionType)]
         return frozenset().union(*(mentioned(f.__code__)[1] for f in functions if not is_library_function(f)))
 
     @property
     def may_draw(self) -> bool:
-        """Whether the user's code may draw from the modules `random` and `numpy.random`: it mentions or holds them."""
+        """Whether the user's code may draw from `random` or `numpy.random`, since it mentions or refers to them."""
         functions = [held for held in self.visited if isinstance(held, types.FunctionType)]
         mentions = any(_mentions_random(f) for f in functions if not is_library_function(f))
         return not self.complete or mentions or any(held is PYTHON or held is NUMPY for held in self.visited)
 
     @property
     def visited(self) -> list[Any]:
-        """All objects that were looked into."""
+        """All objects that were searched."""
         return [value for _, value in self.reached]
 
     def _go(self) -> None:
@@ -145,7 +149,7 @@ class Walk:
     # --- code -------------------------------------------------------------------------------------------------------
 
     def _function(self, path: Path, function: types.FunctionType) -> None:
-        self._private = False  # a copy of a model has the same functions and classes
+        self._private = False  # copies of a model share their functions and classes
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
@@ -159,7 +163,7 @@ class Walk:
             self._names(function.__globals__, *mentioned(function.__code__))
 
     def _names(self, space: dict[str, Any], read: frozenset[str], written: frozenset[str]) -> None:
-        """Globals that code mentions, and of modules that it mentions those of their globals that it mentions too."""
+        """Search the globals that code mentions, also in other Python modules of the user that it mentions."""
         _, known = self._mentioned.setdefault(id(space), (space, set()))
         for name in sorted(read - known):
             if name not in space and name not in written:
@@ -184,7 +188,7 @@ class Walk:
         self._push(path, ".__self__", method.__self__)
 
     def _builtin(self, path: Path, function: types.BuiltinFunctionType) -> None:
-        """A method of an object that is written in C, such as a list's append."""
+        """Search the object of a bound method that is written in C, such as `items.append`."""
         if not isinstance(function.__self__, types.ModuleType | type):
             self._push(path, ".__self__", function.__self__)
 
@@ -194,7 +198,7 @@ class Walk:
         self._attributes(path, value)
 
     def _wrapped(self, path: Path, value: Any) -> None:
-        """`functools.cache` and its like, and what they are around."""
+        """Search a function with a `functools.cache`."""
         self._note(_contents.CachedCalls(path, value))
         self._push(path, ".__wrapped__", getattr(value, "__wrapped__", None))
 
@@ -203,7 +207,7 @@ class Walk:
             self._push(path, f".{name}", getattr(value, name, None))
 
     def _class(self, path: Path, kind: type) -> None:
-        """Attributes of the user's own classes, and what their methods reach."""
+        """Search the attributes and methods of a class of the user."""
         if is_library_class(kind):
             return
         self._private = False
@@ -222,7 +226,7 @@ class Walk:
         if id(module) not in self._skipped:
             groups |= {"_parameters": module._parameters, "_buffers": module._buffers}  # type: ignore[dict-item]
         for attribute, group in groups.items():
-            if isinstance(group, dict) and group:  # those of a ScriptModule are not
+            if isinstance(group, dict) and group:  # in a ScriptModule it is not a dict
                 self._note(places.Items((*path, f".{attribute}"), group))
             for name, value in list(group.items()):
                 self._push(path, f".{name}", value)
@@ -236,7 +240,7 @@ class Walk:
         kind = type(value)
         if is_standard_class(kind) and not isinstance(value, _STANDARD):
             return
-        self._private &= not hasattr(kind, "__deepcopy__")  # it may give itself for its copy
+        self._private &= not hasattr(kind, "__deepcopy__")  # `__deepcopy__` may return the object itself
         self._attributes(path, value)
         self._push(path, ".__class__", kind)
 
@@ -262,14 +266,14 @@ class Walk:
         self._subclass(path, value)
 
     def _tuple(self, path: Path, value: Iterable[Any]) -> None:
-        items = tuple.__iter__(value) if isinstance(value, tuple) else list(value)  # past a `__len__` that raises
+        items = tuple.__iter__(value) if isinstance(value, tuple) else list(value)  # its `__len__` may raise
         for index, item in enumerate(items):
             self._push(path, f"[{index}]", item)
 
     def _dict(self, path: Path, value: Any) -> None:
         writable = isinstance(value, MutableMapping)
         self._note(places.Items(path, value) if writable else places.ReadOnlyItems(path, value))
-        hooks = path[-1].removeprefix(".") in HOOKS  # their keys count all hooks of the process
+        hooks = path[-1].removeprefix(".") in HOOKS  # their keys differ between processes
         for index, (key, item) in enumerate(list(value.items())):
             self._push(path, f"[#{index}]" if hooks else key_name(key, index), item)
         self._subclass(path, value)
@@ -279,7 +283,7 @@ class Walk:
         self._subclass(path, value)
 
     def _subclass(self, path: Path, value: Any) -> None:
-        """What a class of the user's adds to a container."""
+        """Search the attributes and the class of a container whose class is the user's."""
         if not is_standard_class(type(value)):
             self._attributes((*path, ".__dict__"), value)
             self._push(path, ".__class__", type(value))
@@ -294,7 +298,7 @@ class Walk:
         self._push(path, ".get()", place.get())
 
     def _random_numbers(self, path: Path, value: Generator) -> None:
-        if value is not PYTHON and value is not NUMPY:  # of these a member has streams of its own
+        if value is not PYTHON and value is not NUMPY:  # `ModuleStreams` keeps these
             self._note(_contents.RandomNumbers(path, value))
 
     def _as(kind: type[Place]) -> Callable[[Walk, Path, Any], None]:  # type: ignore[misc]
@@ -327,7 +331,7 @@ class Walk:
 
 @functools.lru_cache(maxsize=8192)
 def _look_of(kind: Any, looks: tuple[tuple[Any, Callable[..., None]], ...]) -> Callable[..., None] | None:
-    """How objects of a class are looked into; None: as any object."""
+    """Return the method that searches objects of a class; None for objects that are searched by their attributes."""
     return next((look for kinds, look in looks if issubclass(kind, kinds)), None)
 
 
@@ -339,7 +343,7 @@ def _mentions_random(function: types.FunctionType) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def mentioned(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that code mentions, functions inside it included, and those of globals that it writes to."""
+    """Return the names that code and its inner functions mention, and the names of globals that they write to."""
     read = set(code.co_names)
     written = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
     for constant in code.co_consts:

@@ -1,4 +1,4 @@
-"""Whose code it is: the user's own, whose globals and classes a step may read, or an installed library's."""
+"""Tell the user's own code, whose globals and classes may hold state of a step, from installed libraries."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from importlib import metadata
 from typing import Any
 
 PYTHON = "python"
-"""The name that the standard library has among libraries."""
+"""The name of the standard library in `library_of`."""
 _LIBRARIES = frozenset({"torch", "numpy", "shoal", "builtins"})
-"""Libraries wherever their files are: a working copy of torch is torch."""
+"""Modules that are libraries wherever their files are, such as a source checkout of torch."""
 _FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def is_library_module(name: str, file: str | None = None) -> bool:
-    """Whether a module is Python's own or an installed one. Scripts, notebooks and working copies are the user's."""
+    """Return whether a module is built in or installed. Scripts, notebooks and source checkouts are the user's code."""
     return _is_library(name, file if file is not None else getattr(sys.modules.get(name), "__file__", None))
 
 
 def is_library_function(function: types.FunctionType) -> bool:
-    """Whether a function reads a library's globals; a wrapper that a library puts around the user's function does."""
+    """Return whether a function is a library's, as is a wrapper that a library puts around a function of the user."""
     space = function.__globals__
     return is_library_module(str(space.get("__name__", "__main__")), space.get("__file__"))
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether a class is a library's."""
+    """Return whether a class is a library's."""
     return is_library_module(str(kind.__module__))
 
 
 def is_standard_class(kind: type) -> bool:
-    """Whether a class is Python's own, or of a module of the standard library."""
+    """Return whether a class is built in or part of the standard library."""
     top = str(kind.__module__).partition(".")[0]
     return top in sys.stdlib_module_names or top in sys.builtin_module_names
 
 
 def in_library_tables(values: Iterable[Any]) -> set[int]:
-    """Ids of those objects that a library's module or class holds too. Slow: it looks through all modules, once."""
+    """Return the ids of those objects that a global or class attribute of a library also refers to.
+
+    This is slow, since it searches all loaded modules.
+    """
     wanted = set(map(id, values))
     if not wanted:
         return wanted
@@ -57,7 +60,7 @@ def in_library_tables(values: Iterable[Any]) -> set[int]:
 
 
 def _library_spaces() -> Iterator[dict[str, Any]]:
-    """Their modules' globals, read without asking the modules: some import things, or warn, when they are asked."""
+    """Yield the globals of libraries' modules, read without `getattr`, which can cause imports or warnings."""
     for name, module in list(sys.modules.items()):
         space = object.__getattribute__(module, "__dict__") if isinstance(module, types.ModuleType) else None
         if space is not None and is_library_module(name, space.get("__file__")):
@@ -88,9 +91,9 @@ def _installed() -> tuple[str, ...]:
 
 
 def library_of(thing: Any) -> str | None:
-    """The library that a function, a class or a module comes from; None: it is the user's own code.
+    """Return the name of the library that a function, a class or a module comes from; None for the user's own code.
 
-    A wrapper that a library puts around a function of the user's is the library's.
+    A wrapper that a library puts around a function of the user counts as the library's.
     """
     if isinstance(thing, types.FunctionType):
         module, known = str(thing.__globals__.get("__name__", "")), is_library_function(thing)
@@ -105,7 +108,7 @@ def library_of(thing: Any) -> str | None:
 
 @lru_cache
 def version_of(library: str) -> str:
-    """A library's version, without the part that names its build; "?" where it has none."""
+    """Return a library's version without its build tag (`+cpu`), or "?" if it has none."""
     if library == PYTHON:
         return ".".join(map(str, sys.version_info[:2]))
     version = getattr(sys.modules.get(library), "__version__", None)

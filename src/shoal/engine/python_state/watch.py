@@ -1,8 +1,8 @@
-"""Python values that steps read and something else can change: a callback, a schedule, the user's own loop.
+"""Detect changes of Python values that steps read, made by a callback, a schedule or the user's own loop.
 
-A graph holds the values that its step read when it was recorded. What they were is noted here, once, for each member,
-and compared when asked: at the end of an epoch, or before a step of the user's own loop. Asking is cheap, since
-objects are compared by identity first, and what several members read is looked at once.
+A graph contains the values that its step read when it was recorded. These values are noted here for each member, and
+compared at the end of an epoch or before a step of the user's own loop. Comparing is cheap, since objects are first
+compared by identity, and values that several members read are compared only once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shoal.engine.python_state.places import Path, Place
 from shoal.engine.python_state.state_walk import Walk
 
 MOST_ELEMENTS = 65_536
-"""Larger tensors are compared by their versions alone: writing to their `.data` goes unnoticed."""
+"""Larger tensors are compared only by their versions, so that writing to their `.data` goes unnoticed."""
 _NOT_READ = (_contents.RandomNumbers, _contents.Position, _contents.CachedCalls)
-"""What can only be read by moving it on, which a step that has a graph does not do."""
+"""Places that code can only read by changing them, which a step that has a graph does not do."""
 
 
 class RequiresGrad(Place):
-    """Which of a model's parameters are trained."""
+    """The `requires_grad` of a model's parameters."""
 
     owner: list[nn.Parameter]
 
@@ -35,12 +35,12 @@ class RequiresGrad(Place):
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """One place, what it held, and whose steps read it."""
+    """A place, a note of its value, and the members whose steps read it."""
 
     place: Place
     note: Any
     same: Callable[[], bool] | None
-    """Whether it holds the very same objects; where that is not so it may still hold equal ones."""
+    """A quick test whether the place holds the same objects. If not, they may still be equal."""
     members: set[int] = field(default_factory=set)
 
     def changed(self) -> bool:
@@ -53,7 +53,7 @@ class _Check:
 
 
 class Watch:
-    """What members' steps read besides their weights and data."""
+    """Watches the Python values that members' steps read, for changes."""
 
     def __init__(self) -> None:
         self._members: set[int] = set()
@@ -64,9 +64,10 @@ class Watch:
         return len(self._checks)
 
     def add(self, member: int, code: Mapping[str, Any], model: nn.Module, *, private: bool = False) -> bool:
-        """Note what a member's code and model can read now; whether all of it could be looked at.
+        """Note the values that a member's code and model can read, and return whether all of them could be noted.
 
-        `private`: the model is a copy that is not shared.
+        Args:
+            private: The model is a copy that no other code refers to, so its own attributes are not watched.
         """
         roots = {"model": model}
         walk = Walk(code if private else {**code, **roots}, skip=model, private=roots if private else None)
@@ -89,11 +90,11 @@ class Watch:
         check.members.add(member)
 
     def drop(self, members: Iterable[int]) -> None:
-        """Look no longer at what only these members' steps read."""
+        """Stop watching values that only these members' steps read."""
         self.keep(self._members - set(members))
 
     def keep(self, members: Collection[int]) -> None:
-        """Look at what these members' steps read, and at nothing else."""
+        """Watch only the values that these members' steps read."""
         wanted = self._members.intersection(members)
         if len(wanted) == len(self._members):
             return
@@ -104,7 +105,7 @@ class Watch:
         self._by_place = {key: check for key, check in self._by_place.items() if check.members}
 
     def shared_with(self, walk: Walk) -> bool:
-        """Whether other code can reach what these members' steps read."""
+        """Return whether the code that `walk` searched can reach objects or writes globals that the steps read."""
         mine = {_key(check.place): check.place for check in self._checks}
         for place in walk.places:
             if isinstance(place, places.Globals):
@@ -116,7 +117,7 @@ class Watch:
         return False
 
     def changes(self) -> dict[int, Path]:
-        """Members whose steps read something that has changed since they were added, and what."""
+        """Return the members whose steps read a value that has changed since they were added, with its path."""
         changed = [check for check in self._checks if check.changed()]
         changes: dict[int, Path] = {}
         for check in changed:
@@ -131,7 +132,7 @@ def _key(place: Place) -> tuple[Any, ...]:
 
 
 def _identity(place: Place) -> Callable[[], bool] | None:
-    """A quick test whether a place holds the very objects that it holds now; None: there is none."""
+    """Return a quick test whether a place still holds the same objects as now; None if there is no such test."""
     owner = place.owner
     if isinstance(place, places.ClassAttributes) or (isinstance(place, places.Attributes) and not place.slots):
         return _same_values(vars(owner))
@@ -157,24 +158,25 @@ def _same_values(space: Mapping[Any, Any]) -> Callable[[], bool]:
     def same() -> bool:
         try:
             return len(space) == len(keys) and all(map(is_, space, keys)) and all(map(is_, space.values(), values))
-        except RuntimeError:  # another thread is writing to it
+        except RuntimeError:  # another thread changed it during the comparison
             return False
 
     return same
 
 
 MOST_CHANGES, FEW_STEPS = 8, 8
-"""After so many changes, with fewer steps from one to the next, recording each time costs more than it gains."""
+"""After `MOST_CHANGES` changes with on average fewer than `FEW_STEPS` steps between them, a member is not stacked:
+recording its step again each time costs more than stacking gains."""
 
 
 class ChangeLog:
-    """How often what members' steps read has changed."""
+    """Counts how often values that members' steps read have changed."""
 
     def __init__(self) -> None:
         self._steps: dict[int, list[int]] = {}
 
     def note(self, member: int, step: int, changed: Path) -> str | None:
-        """Note that this changed at a member's step; where that happens too often, the reason not to stack it."""
+        """Note a change at a member's step; if it changes too often, return the reason not to stack the member."""
         steps = self._steps.setdefault(member, [])
         steps.append(step)
         if len(steps) < MOST_CHANGES or steps[-1] - steps[-MOST_CHANGES] >= FEW_STEPS * MOST_CHANGES:
