@@ -67,7 +67,7 @@ def _ended(
 
     Args:
         key: The key of the job in its checkpoints.
-        said: The job's entry in results.json.
+        saved: The job's entry in results.json.
     """
     stem = path / "weights" / f"{index:04d}"
     try:

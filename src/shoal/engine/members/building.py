@@ -62,7 +62,7 @@ def build_network(job: Job, device: torch.device, private: bool = False) -> tupl
 
 @cache
 def _has_operators(dtype: torch.dtype) -> bool:
-    """Whether torch can copy and convert numbers of a dtype; for torch.int4 and torch.bits8 it cannot."""
+    """Return whether torch can copy and convert numbers of a dtype, which it cannot for torch.int4 and torch.bits8."""
     if dtype in QUANTIZED:
         return True
     try:

@@ -64,7 +64,7 @@ def complete_average(member: Member) -> None:
 def evaluation_weights(member: Member) -> dict[str, Tensor]:
     """Return the weights that differ from those in training by name, for a member that was written back."""
     if member.trained is not None or not member.optimizer_state:
-        return {}  # its model has them already, or it has not begun
+        return {}  # the model has these weights already, or training has not begun
     if member.average is not None:
         return dict(member.average["values"]) if member.average["count"] else {}
     other = _in_eval_mode(member)
@@ -135,7 +135,7 @@ def finish_weights(member: Member) -> None:
 
 
 def training_weights(trained: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """By name, a member's parameters as training left them, from its `trained`; empty where it returns those."""
+    """Return the parameters in `Member.trained` by name; none if the result has the weights of training itself."""
     return {} if trained is None else {name: trained["model"][name] for name in trained["parameters"]}
 
 

@@ -46,9 +46,9 @@ class Member:
     data: View
     val: View | None = None
     step: int = 0
-    """Optimizer steps taken."""
+    """The number of optimizer steps so far."""
     epoch: int = 0
-    """Epochs completed."""
+    """The number of completed epochs."""
     status: str = "running"
     error: str | None = None
     tier: str = ""
@@ -77,12 +77,12 @@ class Member:
     ahead: tuple[Tensor, Tensor] | None = None
     """The next epoch's `order` and `order_state`, if they were drawn already."""
     place: int = 0
-    """Batches of this epoch that are done."""
+    """The number of batches of this epoch that are done."""
     first_step: int = 0
-    """Optimizer steps before this epoch."""
+    """The number of optimizer steps before this epoch."""
     losses: list[float] = field(default_factory=list)
-    """The losses of this epoch's batches, not divided by `accumulate`. One that is not finite: diverged at that
-    batch."""
+    """The losses of this epoch's batches, not divided by `accumulate`. A loss that is not
+    finite means that the member diverged at that batch."""
     logs: dict[str, list[float]] = field(default_factory=dict)
     """The values that the step logged, by name, one for each of this epoch's batches."""
     rows: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Member:
     """For a clone whose batch size changed within this epoch: the parts of the epoch before that. `place`, `order`,
     `losses`, `num_rows` and `num_batches` then refer to the remaining part."""
     reshaped: bool = False
-    """Whether such an epoch has ended, so that the coming epochs need another recipe."""
+    """Whether an epoch with parts in `earlier` has ended, so that the next epochs need another recipe."""
     batch_shift: int = 0
     """For a clone whose batch size changed: what to add to `batches` to compare it with the job's length."""
     closed: tuple[list[float], dict[str, list[float]]] = field(default_factory=lambda: ([], {}))
@@ -123,22 +123,22 @@ class Member:
         self.constants = {name: content_hash(b) for name, b in plain.items() if b.nbytes > LARGE_BUFFER}
 
     def enter_train_mode(self) -> None:
-        """Before an epoch: as a loop's `model.train()`."""
+        """Put the network into train mode before an epoch, except for modules that were built in eval mode."""
         enter_train_mode(self.model, self.built_in_eval)
 
     @property
     def batched(self) -> bool:
-        """Whether its data comes in batches. A row of such data is a whole batch."""
+        """Whether the member's data comes in batches. A row of such data is a whole batch."""
         return self.data.source.batched
 
     @property
     def batch_size(self) -> int:
-        """Rows in a batch."""
+        """The number of rows in a batch."""
         return 1 if self.batched else self.job.batch_size
 
     @property
     def num_rows(self) -> int:
-        """Rows in this epoch. For data that comes in batches this is an estimate until the end of the epoch is near."""
+        """The number of rows in this epoch. For data in batches it is an estimate until the epoch has nearly ended."""
         if self.batched:
             return self.epoch_length if self.epoch_length is not None else max(len(self.data), self.place + UNSEEN)
         return self._whole(len(self.data) - self.skipped)
@@ -148,27 +148,27 @@ class Member:
 
     @property
     def skipped(self) -> int:
-        """Rows of this epoch that it trained on before its batch size changed."""
+        """The number of rows of this epoch that it trained on before its batch size changed."""
         return sum(stretch.rows for stretch in self.earlier)
 
     @property
     def num_batches(self) -> int:
-        """Batches in this epoch, including a short last one."""
+        """The number of batches in this epoch, including a short last one."""
         return -(-self.num_rows // self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch; 0 if its data does not say how many batches it has."""
+        """The number of optimizer steps in one epoch; 0 if its data does not say how many batches it has."""
         return -(-(len(self.data) if self.batched else self.usual_batches) // self.job.accumulate)
 
     @property
     def usual_batches(self) -> int:
-        """Batches in a complete epoch."""
+        """The number of batches in a complete epoch."""
         return self.num_batches if self.batched else -(-self._whole(len(self.data)) // self.job.batch_size)
 
     @property
     def shape_rows(self) -> int:
-        """Rows in an epoch, for the shapes of its batches, even if none of this epoch is left."""
+        """The number of rows in an epoch, for the shapes of its batches, even if none of this epoch is left."""
         return self.num_rows or self._whole(len(self.data))
 
     @property
@@ -179,7 +179,7 @@ class Member:
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether it is between optimizer steps, so that it can leave its unit and be saved."""
+        """Whether the member is between optimizer steps, so that it can leave its unit and be saved."""
         return self.place % self.job.accumulate == 0 or self.place == self.num_batches
 
     def rows_in(self, batches: int) -> int:
@@ -195,7 +195,7 @@ class Member:
 
     @property
     def batches_left(self) -> int:
-        """Batches until the job reaches its full length."""
+        """The number of batches until the job reaches its full length."""
         job = self.job
         if self.batched and job.epochs is not None:  # an epoch may have more batches than another
             return max(0, (job.epochs - self.epoch) * self.num_batches - self.place)
@@ -204,7 +204,7 @@ class Member:
 
     @property
     def batches_to_stop(self) -> int:
-        """Batches until it ends or pauses, whichever is first."""
+        """The number of batches until it ends or pauses, whichever is first."""
         pause = math.inf if self.pause_at is None else (self.pause_at - self.epoch) * self.usual_batches - self.place
         return int(min(self.batches_left, max(0, pause)))
 
@@ -217,12 +217,12 @@ class Member:
 
     @property
     def at_stop(self) -> bool:
-        """Whether it ends or pauses after this epoch, so that it is validated regardless of `val_every`."""
+        """Whether the member ends or pauses after this epoch, so that it is validated regardless of `val_every`."""
         return self.finished() or self.epoch == self.pause_at or self.epoch in self.paused_at
 
     @property
     def pausing(self) -> bool:
-        """Whether it has reached the epoch at which it pauses."""
+        """Whether the member has reached the epoch at which it pauses."""
         return self.pause_at is not None and self.epoch >= self.pause_at and not self.place and not self.finished()
 
     def close_epoch(self) -> None:

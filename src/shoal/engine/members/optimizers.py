@@ -24,21 +24,21 @@ from shoal.jobs.job import Job
 from shoal.utils.random_state import restored
 
 _lazy_groups: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""What `params` gave for networks with lazy modules, as they were built."""
+"""The parameter groups that `params` returned for new networks with lazy modules."""
 
 
 def note_lazy_groups(job: Job, model: nn.Module) -> None:
-    """Call `params` on a new network with lazy modules: once they have shapes, as after a resume, it may give others.
+    """Store the parameter groups that `params` returns for a new network with lazy modules.
 
-    `p.ndim` of a parameter without a shape is 1, so that groups by `p.ndim` are others then.
+    They may be others once the parameters have shapes, as after a resume: `p.ndim` of one without a shape is 1.
     """
     if job.params is not None and any(map(is_lazy, model.parameters())):
-        with suppress(Exception), trying(job):  # what it raises is said when the optimizer is made
+        with suppress(Exception), trying(job):  # the same error is reported when the optimizer is made
             _lazy_groups[model] = _copied_groups(job.params(model))
 
 
 def _copied_groups(groups: Iterable[Any]) -> list[Any]:
-    """Parameter groups that an optimizer may write to, with the same parameters."""
+    """Copy parameter groups, with the same parameters, since an optimizer writes to its groups."""
     return [_copied_group(group) if isinstance(group, dict) else group for group in groups]
 
 
@@ -63,13 +63,15 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
 
 
 def drawn_by_optimizer(job: Job, model: nn.Module) -> tuple[bool, bool]:
-    """Whether a step of the job's optimizer, tried on a copy of the network, draws from torch's generator, and whether
-    it draws from `random` or `numpy.random`."""
+    """Return whether the job's optimizer draws from torch's generator, and whether from `random` or `numpy.random`.
+
+    It is tried for one step on a copy of the network.
+    """
     if str(getattr(job.optimizer, "__module__", "")).startswith("torch."):
         return False, False
     with restored() as modules, torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        with suppress(Exception):  # training says what is the matter
+        with suppress(Exception):  # training reports the same error
             twin = copy.deepcopy(model)
             optimizer = make_optimizer(job, twin)
             for parameter in twin.parameters():
@@ -91,7 +93,7 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
 
 
 def _of_users(*code: Any) -> bool:
-    """Whether some of this is not torch's own."""
+    """Return whether some of these functions and classes are not torch's own."""
     return any(not str(getattr(item, "__module__", "torch.")).startswith("torch.") for item in code)
 
 

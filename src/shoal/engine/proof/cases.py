@@ -1,4 +1,4 @@
-"""Which members represent which others in a proof, and the conditions under which their code runs; for `prove`."""
+"""Choose the members that represent others in a proof, and set the conditions under which their code runs."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class NotInFloat64(Exception):
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """One member's graphs, and what they were traced from."""
+    """One member's graphs, and the recipe or evaluation that they were traced from."""
 
     key: Hashable
-    """Equal for graphs that can be stacked."""
+    """A key that is equal for graphs that can be stacked."""
     steps: dict[int, Trace]
     subject: Any
     """The member's recipe; for an evaluation, its model and the `Evaluation`."""
 
     @property
     def kind(self) -> Hashable:
-        """What is proven once: the graph and the traced code, regardless of the floating-point numbers in it."""
+        """A key that is equal if one proof is enough: the graph and the code, without floating-point numbers."""
         return self.key, tuple(trace.kind for trace in self.steps.values())
 
 
@@ -107,10 +107,10 @@ def _distance(a: list[dict[Path, Any]], b: list[dict[Path, Any]]) -> float:
 
 @dataclass(slots=True)
 class World:
-    """What users' code changed while it ran in `same_world`."""
+    """The outcome of `same_world`, in which users' code ran."""
 
     reason: str = ""
-    """What was changed that a copy of the model does not contain."""
+    """A sentence on state outside the model that the code changed; empty if it changed none."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which members can be one stack, and why the others cannot."""
+"""Group members that can be one stack, and find the reasons why others cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Group:
     recipes: list[Recipe] = field(default_factory=list)
     reason: str = ""
     seconds: float | None = None
-    """Seconds of a step of one of them, if it was timed before tracing."""
+    """The seconds of one member's step, if it was timed before tracing."""
 
     @property
     def stackable(self) -> bool:

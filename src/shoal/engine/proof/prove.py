@@ -43,12 +43,13 @@ if TYPE_CHECKING:
 
 
 OTHER_WEIGHTS = "batches of different shapes give gradients to different weights"
-"""Why such members are not stacked: a stack updates the same weights in every step."""
+"""The reason why members are not stacked if batch shapes train different weights; a stack always updates the same."""
 
 
 def prove_training(recipes: Sequence[Recipe], trace_cache: TraceCache, *, solo: bool = False) -> dict[int, str]:
-    """Return why members of one recipe key may not train with their common program, by index. Members that may are left
-    out.
+    """Return by index the reasons why members of one recipe key may not train with their common program.
+
+    Members that may are left out.
 
     Args:
         solo: Prove a program of one member, without a member axis.

@@ -50,7 +50,7 @@ class Encoder:
             anew: Encode the object by its parts even if the reading process has it, so that a new one is built there.
 
         Raises:
-            NotSavable: if the value cannot be encoded; `nodes` is then unchanged.
+            NotSavable: If the value cannot be encoded; `nodes` is then unchanged.
         """
         count = len(self.nodes)
         try:

@@ -25,7 +25,7 @@ class ModuleStreams:
 
     @contextmanager
     def swapped_in(self, seed: int, keep: bool) -> Iterator[None]:
-        """Let the modules draw from this job's streams inside this context. With `keep`, the streams advance by it."""
+        """Let the modules draw from this job's streams inside this context. With `keep`, they stay advanced."""
         if not self.used:
             yield
             return

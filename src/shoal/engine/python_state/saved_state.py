@@ -74,7 +74,7 @@ class SavedState:
             self.job.know({("model tensor", n): t for n, t in (*model.named_parameters(), *model.named_buffers())})
         else:
             loaded = (self._loaded or {}).get("job") is not None
-            if self.wanted or loaded:  # a lazy network can be traced once it has its weights
+            if self.wanted or loaded:  # a lazy network was watched before it had its weights
                 self.job = Keeper(state_roots(job, model if self.watched or loaded else None), model=model)
 
     def attach(

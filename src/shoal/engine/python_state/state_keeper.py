@@ -214,7 +214,7 @@ class Keeper:
             partly: Skip places that this job does not have.
 
         Raises:
-            KeyError: if this job does not have one of the places, unless `partly`.
+            KeyError: If this job does not have one of the places, unless `partly`.
         """
         saved = saved or {"places": {}, "nodes": []}
         decoder = Decoder(saved["nodes"], self._objects, device)

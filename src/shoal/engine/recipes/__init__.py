@@ -1,1 +1,1 @@
-"""What members need in common to train as one stack, and the program that trains them."""
+"""Recipes, which say which members can train as one stack, and the program that trains them."""

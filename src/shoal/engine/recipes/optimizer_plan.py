@@ -64,7 +64,7 @@ class OptimizerPlan:
 
     @property
     def key(self) -> Hashable:
-        """Equal for optimizers that one `StackedOptimizer` can update."""
+        """A key that is equal for optimizers that one `StackedOptimizer` can update."""
         common = None if self.flags is None else tuple(structure(self.kind, flags) for flags in self.flags)
         return (self.kind, tuple(map(tuple, self.groups)), common)
 
@@ -131,7 +131,7 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
         groups.append([position[id(p)] for p in group["params"]])
     kind = type(optimizer)
     fresh = optimizer
-    if job.schedule is not None:  # which writes to the groups
+    if job.schedule is not None:  # the schedule writes to the groups
         with draws(member, keep=False):
             fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]

@@ -42,14 +42,14 @@ MOST_PROGRAMS = 256
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """One member's training as a stack sees it."""
+    """A description of one member's training that decides with which members it can be stacked."""
 
     member: Member
     steps: dict[int, Trace]
     """The graph of the step, by the number of rows in a batch."""
     optimizer: OptimizerPlan
     key: Hashable = field(init=False)
-    """Identifies the computation. Members of one stack have the same key; their optimizers may differ."""
+    """A key of the computation. Members of one stack have the same key; their optimizers may differ."""
     shared: frozenset[int] = frozenset()
     """Indices into parameters, then buffers, of those that a stack keeps once for all its members; see `frozen`."""
 
@@ -88,7 +88,7 @@ class Proofs:
     """For each graph and number of rows in a batch, which parameters got a gradient in the proof. The autograd graph
     may reach a parameter whose gradient is None."""
     steps: int = 0
-    """How many steps of users' code were run for the proofs."""
+    """The number of steps of users' code that were run for the proofs."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, key: Hashable) -> int:
@@ -101,7 +101,7 @@ class Evaluation:
     """A computation in eval mode, without gradients."""
 
     function: Hashable
-    """Identifies the Python code; equal for the same code."""
+    """A key that is equal for the same Python code."""
     call: Call
     precision: str | None = None
 
@@ -129,7 +129,7 @@ class Evaluation:
 
 
 _Code = tuple[Hashable, Hashable, str, str | None, bool]
-"""Identifies recorded code: model, function, structure of the batch, precision, whether it is an evaluation."""
+"""A key of recorded code: model, function, structure of the batch, precision, and whether it is an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ class SendingBack:
 
 
 def _continue(run: Run, member: Member) -> None:
-    """Let a member that comes back wait for a process_number, or for the supervisor's decision if it pauses."""
+    """Put a member that comes back into the queue or, if it pauses, let it wait for the supervisor's decision."""
     if member.pausing:
         run.paused[member.index] = member
     else:

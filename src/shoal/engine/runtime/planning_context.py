@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class PlanningContext:
-    """What is known about all members before any of them runs, and the plan as it develops."""
+    """Holds what is known about members before they run (recipes, groups, times), and the plan of the run."""
 
     def __init__(
         self,
@@ -105,10 +105,10 @@ class PlanningContext:
         self.recipes: dict[int, Recipe] = {}
         self._requests: dict[int, Request] = {}
         self._parts: dict[int, Part] = {}
-        """By the number of the unit's runner."""
+        """The parts of the plan, by the number of the unit's runner."""
         self._taken = 0
         self.forms: dict[int, str] = {}
-        """On a GPU: how members were last run, by index: a tier, and whether it is compiled."""
+        """For a GPU: how each member was last run, by index: a tier, and whether it is compiled."""
         self.add(members)
 
     def add(self, members: Sequence[Member]) -> None:

@@ -26,7 +26,7 @@ from shoal.utils.torch_flags import flush_output
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "losses", "logs", "closed", "validations")
 
 Body = Callable[[Connection], None]
-"""What a child does, given its end of the pipe."""
+"""A function that a child runs, called with its end of the pipe."""
 
 
 class Child:
@@ -137,7 +137,7 @@ class Line:
     def send(self, *message: Any) -> None:
         """Send a message. SIGTERM is blocked meanwhile, since a partial message would make all later ones
         unreadable."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # see above
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             _messages.send(self.pipe, message)
         finally:

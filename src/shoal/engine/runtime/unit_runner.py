@@ -76,7 +76,7 @@ class UnitRunner:
         self.unit.begin_reading()
 
     def look_ahead(self, batches: int) -> None:
-        """While the device is busy: draw the next epoch's rows, and prepare for members that are about to end."""
+        """Draw the next epoch's rows, and prepare for members that are about to end, while the device is busy."""
         row_order.look_ahead([member for member in self.members if member.place + batches == member.num_batches])
         ending = [slot for slot, member in enumerate(self.members) if member.batches_left <= batches]
         self.unit.look_ahead(ending)

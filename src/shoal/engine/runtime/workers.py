@@ -114,7 +114,7 @@ class WorkerHandle:
         self._make, self._requeue = make, requeue
         self.started = False
         self.problem = ""
-        """Why it could not start."""
+        """The reason why it could not start."""
         self.parts: list[Part] = []
         """Its part of the plan, with measurements; known when it is done."""
         self._child: Child | None = None

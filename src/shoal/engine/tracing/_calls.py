@@ -64,7 +64,7 @@ def _copied(value: Any) -> Any:
 
 
 def same_arguments(a: Any, b: Any) -> bool:
-    """Return whether two arguments are the same. Tensors must be one object; values of unknown types are not."""
+    """Return whether two arguments are the same. Tensors must be one object; values of unknown types never match."""
     if type(a) is not type(b):
         return False
     if isinstance(a, _CONSTANT):

@@ -114,12 +114,18 @@ class Constants(TorchFunctionMode):
         return known.value if known is not None and known.version == tensor._version else None
 
     def _note(self, tensor: Tensor, value: Tensor) -> None:
-        """Record a tensor's value. With other strides it is not, since writing to views would differ."""
+        """Record a tensor's value, if both have the same strides.
+
+        Otherwise their views would not be the same elements, and writing to them would give other values.
+        """
         if value.stride() == tensor.stride() and _is_plain(tensor):
             self._known[tensor] = _Known(value, tensor._version)
 
     def _note_written(self, written: Tensor, version: int) -> None:
-        """Update the versions of a tensor and its views after the same in-place operation on its value."""
+        """Update the known versions of a tensor and its views after an in-place operation.
+
+        The operation has also been applied to the known value, which the values of the views share memory with.
+        """
         memory = self._known[written].value.untyped_storage().data_ptr() if written in self._known else None
         for tensor, known in list(self._known.items()):
             if known.version == version and known.value.untyped_storage().data_ptr() == memory:

@@ -57,7 +57,7 @@ def record_repeatable(
         twice: Whether to run the step a second time. If False, both recordings are the first one.
 
     Raises:
-        Untraceable: if later calls change Python state too, or if the state cannot be watched or restored.
+        Untraceable: If later calls change Python state too, or if the state cannot be watched or restored.
     """
     model = copy_model()
     with preserved({"step": reached, "model": model}, skip=model) as state:

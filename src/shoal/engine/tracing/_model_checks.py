@@ -46,7 +46,7 @@ def refuse_at_sight(model: nn.Module) -> set[str]:
         if tensor.numel()
     )
     for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:  # adjacent in one storage is fine, as the weights of an LSTM on a GPU
+        if start < end:  # tensors may be adjacent in one storage, as the weights of an LSTM on a GPU are
             raise Untraceable(f"{other} and {name} are two names of the same memory")
     aliases, whole = set[str](), {name for name, b in model.named_buffers() if not b.dtype.is_floating_point}
     for module in model.modules():
@@ -55,7 +55,8 @@ def refuse_at_sight(model: nn.Module) -> set[str]:
             if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
                 begin, past = _memory(tensor)
                 owner = next((name for start, end, name in spans if begin < end and start < past), None)
-                if owner is not None and owner not in whole:  # batch_norm writes to it unseen
+                # batch_norm updates floating-point buffers without an operator that says so
+                if owner is not None and owner not in whole:
                     raise Untraceable(f"an attribute is another name of {owner}")
                 aliases |= {owner} if owner is not None else set()
     return aliases

@@ -2,7 +2,7 @@
 
 This is faster than recording the step. Two recorded steps show which number of the code is which number of the graph.
 That may not hold for a third step, whose code may branch on a number. So this step and its derived graph run once on
-the same batch from the same random state. If any result differs in a bit, the step is recorded after all.
+the same batch from the same random state. If any result differs, the step is recorded after all.
 """
 
 from __future__ import annotations

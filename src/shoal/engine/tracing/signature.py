@@ -1,8 +1,8 @@
 """Find out which steps are the same computation, and which numbers in it differ between members.
 
-Two traces can be stacked if their graphs are equal except for (a) numbers that a tensor can replace: floats, and
-scalar arguments that may also be tensors, and (b) the contents of constant tensors. These become one value per member.
-If anything else differs (shapes, integers, flags, operators), the jobs are not stacked.
+Two traces can be stacked if their graphs are equal except for (a) floats, and integers in arguments that take a scalar
+or a tensor, and (b) the contents of constant tensors. These become one value per member. If anything else differs
+(shapes, other integers, flags, operators), the jobs are not stacked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.engine.tracing.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class PerMember:
-    """The values of one number of a graph that differs between members, in their order."""
+    """The values of a number that differs between members, in the members' order."""
 
     values: tuple[float | int | bool, ...]
 
@@ -123,7 +123,10 @@ def arguments_of(node: Node) -> Iterator[tuple[_Slot, Any]]:
 
 
 def liftable(value: Any, slot_type: str) -> bool:
-    """Return whether a value is a number that may differ between members: a float, or a scalar argument."""
+    """Return whether a value is a number that may differ between members.
+
+    Floats may; integers only where the operator's schema takes a scalar or a tensor.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if isinstance(value, float):

@@ -57,7 +57,7 @@ class Trace:
     out_spec: pytree.TreeSpec
     """The structure of the flat outputs: `(what the call returned, {buffer: its value after the step})`."""
     precision: str | None = None
-    """The autocast precision of the step. The graph has no casts, so it must run under the same autocast."""
+    """The precision of autocast, whose casts are not in the graph, so that the graph must run under autocast too."""
     nodes: list[Node] = field(init=False)
     used: list[bool] = field(default_factory=list)
     """For every parameter of a training step, whether it gets a gradient from the loss, so that it is updated."""
@@ -136,7 +136,7 @@ def trace(
         twice: Run the step again and compare. This can be skipped if the same code was run twice on another batch size.
 
     Raises:
-        Untraceable: if a graph cannot represent everything that the step does; the message is the reason.
+        Untraceable: If a graph cannot represent everything that the step does; the message is the reason.
     """
     aliases = refuse_at_sight(model)
     pair = record_repeatable(
@@ -212,7 +212,8 @@ def _record(
             out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
             if checks:
                 (loss, logs), after = out
-                out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after  # by 1, or by 0
+                # divide the loss by 1, or by 0 if a check fails
+                out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after
         outputs, spec = pytree.tree_flatten(out)
         runs.append((values, outputs, spec))
         return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
