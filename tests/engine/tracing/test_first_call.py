@@ -140,6 +140,46 @@ def test_a_cache_does_not_keep_a_job_from_being_stacked(make: type[Net]) -> None
     assert all(type(value) is Tensor for value in values)  # none without data, from a trace
 
 
+class FirstRows(Net):
+    """Keeps the number of rows of the first batch."""
+
+    def factor(self, x: Tensor) -> Any:
+        if self.cached is None:
+            self.cached = len(x)
+        return self.cached / len(x)
+
+
+class Grown(Net):
+    """Makes its table again where a batch has more rows than any before."""
+
+    def factor(self, x: Tensor) -> Any:
+        if self.cached is None or len(self.cached) < len(x):
+            self.cached = torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)
+        return self.cached[: len(x), None]
+
+
+class FirstMode(Net):
+    """Keeps what the mode of its first call asks for."""
+
+    def factor(self, x: Tensor) -> Any:
+        if self.cached is None:
+            self.cached = 2.0 if self.training else 1.0
+        return self.cached
+
+
+@pytest.mark.parametrize("make", [FirstRows, Grown, FirstMode])
+def test_what_depends_on_the_shape_or_mode_of_the_first_call_is_no_cache(make: type[Net]) -> None:
+    """Batches have 8 rows and 4, in validation 8 and 2."""
+    val = (numbers(3, 10, 6), whole(4, 3, 10))
+    expected = "its validation" if make is FirstMode else "its own step does something else"
+    assert_as_alone(jobs(make, val=val), tier="serial")
+    assert expected in reasons(jobs(make, val=val))
+    if make is not FirstMode:  # only validation has a short batch
+        even = {"data": (X[:16], Y[:16]), "val": val}
+        assert_as_alone(jobs(make, **even), tier="serial")
+        assert "its validation" in reasons(jobs(make, **even))
+
+
 @pytest.mark.parametrize("make", [FromData, FromWeights, SetsParameters, SetsBuffer, SecondCall, Counter])
 def test_what_depends_on_data_or_weights_or_goes_on_is_no_cache(make: type[Net]) -> None:
     assert_as_alone(jobs(make), tier="serial")
