@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.engine.equality import assert_as_alone, numbers, reasons, train, whole
+from tests.engine.equality import assert_as_alone, assert_close, numbers, reasons, train, whole
 from torch import Tensor, nn
 
 import shoal
@@ -224,3 +224,18 @@ def test_an_attribute_that_each_call_replaces_is_named_as_one() -> None:
             return 1.0
 
     assert "its forward changes python attributes of the model (model.cached)" in reasons(jobs(Keeps))
+
+
+def test_a_tensor_whose_data_a_step_replaces_has_its_data_in_training() -> None:
+    def counting(seed: int) -> shoal.Job:
+        count = torch.zeros((), dtype=torch.float64)
+
+        def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            count.data += 1  # a recording puts a tensor without data there
+            return F.cross_entropy(model(batch[0]), batch[1]) * (1 + count)
+
+        return shoal.Job(model=Net, data=(X, Y), step=step, batch_size=8, epochs=2, seed=seed, name=str(seed))
+
+    results = train([counting(seed) for seed in range(2)])
+    for seed, result in enumerate(results):
+        assert_close(result, shoal.solo(counting(seed)))
