@@ -179,6 +179,31 @@ def test_a_train_method_may_do_something_else_from_an_epoch_on(monkeypatch: pyte
         assert_same_weights(result, model)
 
 
+class Counted(nn.Linear):
+    """Counts how often it is put into train mode, and computes with the number."""
+
+    count = 0
+
+    def train(self, mode: bool = True) -> Counted:
+        self.count += mode
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1 + self.count)
+
+
+def test_a_train_method_is_called_after_each_validation_of_a_stack_too() -> None:
+    made = jobs(lambda: Counted(X.shape[1], 3, dtype=X.dtype), val=(X, Y))
+    results = shoal.train(made, device="cpu")
+    assert {result.tier for result in results} == {"stacked"}
+    for job, result in zip(made, results, strict=True):
+        alone = shoal.solo(job)
+        assert_same_weights(result, alone.model)
+        assert [row["val_loss"] for row in result.history] == pytest.approx([row["val_loss"] for row in alone.history])
+        assert result.model.count == alone.model.count
+
+
 def test_what_was_built_in_eval_mode_stays_so() -> None:
     def build() -> nn.Module:
         net = Frozen()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.engine.equality import assert_as_alone, numbers, reasons, train, whole
+from tests.engine.equality import assert_as_alone, assert_close, numbers, reasons, train, whole
 from torch import Tensor, nn
 
 import shoal
@@ -140,6 +140,46 @@ def test_a_cache_does_not_keep_a_job_from_being_stacked(make: type[Net]) -> None
     assert all(type(value) is Tensor for value in values)  # none without data, from a trace
 
 
+class FirstRows(Net):
+    """Keeps the number of rows of the first batch."""
+
+    def factor(self, x: Tensor) -> Any:
+        if self.cached is None:
+            self.cached = len(x)
+        return self.cached / len(x)
+
+
+class Grown(Net):
+    """Makes its table again where a batch has more rows than any before."""
+
+    def factor(self, x: Tensor) -> Any:
+        if self.cached is None or len(self.cached) < len(x):
+            self.cached = torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)
+        return self.cached[: len(x), None]
+
+
+class FirstMode(Net):
+    """Keeps what the mode of its first call asks for."""
+
+    def factor(self, x: Tensor) -> Any:
+        if self.cached is None:
+            self.cached = 2.0 if self.training else 1.0
+        return self.cached
+
+
+@pytest.mark.parametrize("make", [FirstRows, Grown, FirstMode])
+def test_what_depends_on_the_shape_or_mode_of_the_first_call_is_no_cache(make: type[Net]) -> None:
+    """Batches have 8 rows and 4, in validation 8 and 2."""
+    val = (numbers(3, 10, 6), whole(4, 3, 10))
+    expected = "its validation" if make is FirstMode else "its own step does something else"
+    assert_as_alone(jobs(make, val=val), tier="serial")
+    assert expected in reasons(jobs(make, val=val))
+    if make is not FirstMode:  # only validation has a short batch
+        even = {"data": (X[:16], Y[:16]), "val": val}
+        assert_as_alone(jobs(make, **even), tier="serial")
+        assert "its validation" in reasons(jobs(make, **even))
+
+
 @pytest.mark.parametrize("make", [FromData, FromWeights, SetsParameters, SetsBuffer, SecondCall, Counter])
 def test_what_depends_on_data_or_weights_or_goes_on_is_no_cache(make: type[Net]) -> None:
     assert_as_alone(jobs(make), tier="serial")
@@ -184,3 +224,18 @@ def test_an_attribute_that_each_call_replaces_is_named_as_one() -> None:
             return 1.0
 
     assert "its forward changes python attributes of the model (model.cached)" in reasons(jobs(Keeps))
+
+
+def test_a_tensor_whose_data_a_step_replaces_has_its_data_in_training() -> None:
+    def counting(seed: int) -> shoal.Job:
+        count = torch.zeros((), dtype=torch.float64)
+
+        def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            count.data += 1  # a recording puts a tensor without data there
+            return F.cross_entropy(model(batch[0]), batch[1]) * (1 + count)
+
+        return shoal.Job(model=Net, data=(X, Y), step=step, batch_size=8, epochs=2, seed=seed, name=str(seed))
+
+    results = train([counting(seed) for seed in range(2)])
+    for seed, result in enumerate(results):
+        assert_close(result, shoal.solo(counting(seed)))

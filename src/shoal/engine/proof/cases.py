@@ -146,10 +146,15 @@ def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable
         run: Compares, in float64 if called with True.
     """
     caches = any(trace.caches for case in rows for trace in case.steps.values())
-    try:
+
+    def run_in_same_world(wide: bool, twin: Twin) -> list[str]:
         with same_world(*code, caches=caches) as world:
-            reasons = (wide and _compare_in_float64(rows, run)) or run(False, lambda recorded, _: recorded)
+            reasons = run(wide, twin)
         return [reason or world.reason for reason in reasons]
+
+    try:
+        in_float64 = _compare_in_float64(rows, run_in_same_world) if wide else None
+        return in_float64 or run_in_same_world(False, lambda recorded, _: recorded)
     except Exception as error:
         return [unchecked(error)] * len(rows)
 

@@ -32,6 +32,7 @@ from shoal.engine.proof import cases as proof_cases
 from shoal.engine.proof._observed import Observed, difference, rounded, rounded_leaves, state_of, widen, widen_leaves
 from shoal.engine.proof.cases import Case, Disproved, Twin, fresh_copy, in_float64
 from shoal.engine.recipes.program import Program, as_column
+from shoal.engine.recipes.recipe import Evaluation, validation_batches
 from shoal.engine.tracing.signature import skeleton
 from shoal.engine.tracing.trace import Trace
 from shoal.engine.tracing.trace import autocast as autocast_for
@@ -39,7 +40,7 @@ from shoal.utils.randomness import draw_step, generator_at
 from shoal.utils.tables import size as format_bytes
 
 if TYPE_CHECKING:
-    from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
+    from shoal.engine.recipes.recipe import Recipe, TraceCache
 
 
 OTHER_WEIGHTS = "batches of different shapes give gradients to different weights"
@@ -84,24 +85,33 @@ def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[
         return [f"checking it would take about {format_bytes(need)}, and {format_bytes(free)} is free"] * len(rows)
     wide = all(member.job.precision is None for member in members)
     code = [(member.job.step, member.job.loss) for member in members]
-    return proof_cases.compare(rows, code, wide, partial(_compare_steps, rows, trace_cache, solo))
+    reasons = proof_cases.compare(rows, code, wide, partial(_compare_steps, rows, trace_cache, solo))
+    return [reason or _changed_validation(case) for reason, case in zip(reasons, rows, strict=True)]
 
 
 def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool, twin: Twin) -> list[str]:
     """Run two steps both ways and compare them; the second on the shortest batch, which all members share.
 
-    The second step is compared for the first member only, since what a step changes shows in any member.
+    The second step is compared for the first member only, since what a step changes shows in any member, or for all if
+    a first call leaves something behind. All graphs are made before: what the first step leaves behind is not in them.
     """
     members = [_copied(case.subject.member, wide) for case in rows]
     sizes = list(rows[0].steps)
     reasons = [""] * len(members)
-    for size, apart, compared in ((sizes[0], not solo, members), (sizes[-1], False, members[:1])):
+    caches = any(trace.caches for case in rows for trace in case.steps.values())
+    steps = []
+    for size, apart, compared in (
+        (sizes[0], not solo, members),
+        (sizes[-1], False, members if caches else members[:1]),
+    ):
         batches = [_batch(member, size, place, wide) for place, member in enumerate(members)]
         batches = batches if apart else batches[-1:] * len(members)
         traces = [
             twin(case.steps[size], partial(trace_cache.step_on, member, batch, twice=False))
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
+        steps.append((size, apart, compared, batches, traces))
+    for size, apart, compared, batches, traces in steps:
         shared = frozenset() if solo else rows[0].subject.shared
         by_program = in_float64(
             wide, _run_program, members, traces, batches, apart, solo, trace_cache.deterministic, shared
@@ -118,6 +128,38 @@ def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wi
             reasons[place] = reasons[place] or reason
             _descend(member.model)
     return reasons
+
+
+def _changed_validation(case: Case) -> str:
+    """Return why a member's validation cannot be recorded beside its training: the first training step leaves something
+    behind that changes it, such as a number that a cache takes from the mode of the model."""
+    member: Member = case.subject.member
+    if member.val is None or not any(trace.caches for trace in case.steps.values()):
+        return ""
+    what, first = Evaluation.validation(member.job, bool(member.job.metrics)), next(iter(case.steps))
+    val, source = member.val, member.val.source
+
+    def evaluate_after_step(batch: Any, step: bool) -> Observed:
+        with proof_cases.same_world(member.job.step, member.job.loss, caches=True):
+            twin = _copied(member, wide=False)
+            start = state_of(twin.model)
+            if step:
+                _run_step(twin, _batch(twin, first, 0, wide=False))
+            with torch.no_grad():
+                for name, tensor in (*twin.model.named_parameters(), *twin.model.named_buffers()):
+                    tensor.copy_(start[name])
+            return _run_evaluation(twin.model, what, fresh_copy(batch))
+
+    try:
+        loaded = [source.sample(1)] if isinstance(source, LoaderSource) else None
+        for batch in loaded or validation_batches(val, member.job.batch_size):
+            alone, after = (evaluate_after_step(batch, step) for step in (False, True))
+            reason = difference(alone, after, case.steps[first], partial(evaluate_after_step, batch, False))
+            if reason:
+                return f"what its first training step leaves behind changes its validation: {reason}"
+    except Exception as error:
+        return proof_cases.unchecked(error)
+    return ""
 
 
 def _copied(member: Member, wide: bool) -> Member:

@@ -52,13 +52,17 @@ class TensorContent(Place):
         with torch.no_grad():
             self.owner.copy_(value)
 
-    def note(self) -> tuple[int, Tensor | None]:
-        return version(self.owner), self.get() if self.whole else None
+    def note(self) -> tuple[int, Tensor | None, Tensor]:
+        return version(self.owner), self.get() if self.whole else None, self.owner.detach()
 
-    def changed(self, note: tuple[int, Tensor | None]) -> bool:
-        return version(self.owner) != note[0] or (note[1] is not None and not same_bits(self.owner, note[1]))
+    def changed(self, note: tuple[int, Tensor | None, Tensor]) -> bool:
+        if version(self.owner) != note[0] or self.owner.device != note[2].device:
+            return True
+        return note[1] is not None and not same_bits(self.owner, note[1])
 
-    def restore(self, note: tuple[int, Tensor | None]) -> None:
+    def restore(self, note: tuple[int, Tensor | None, Tensor]) -> None:
+        if self.owner.device != note[2].device:  # a recording has put a tensor without data in its `.data`
+            self.owner.data = note[2]
         if note[1] is not None and not same_bits(self.owner, note[1]):
             self.put(note[1])
 

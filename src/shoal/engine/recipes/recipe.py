@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.data import View
 from shoal.data.loader import LoaderSource
 from shoal.engine.members.member import Member
 from shoal.engine.members.step import call_model, run_step, targets_of
@@ -247,10 +248,9 @@ class TraceCache:
         """Trace the member's validation on a batch of each size that occurs; an empty list without validation data."""
         if member.val is None:
             return []
-        what, full = Evaluation.validation(member.job, bool(member.job.metrics)), member.job.batch_size
-        sizes = sorted({min(full, len(member.val)), len(member.val) % full} - {0}, reverse=True)
+        what = Evaluation.validation(member.job, bool(member.job.metrics))
         try:
-            batches = [member.val.take(0, rows) for rows in sizes]
+            batches = validation_batches(member.val, member.job.batch_size)
         except Exception as error:
             raise Untraceable(f"its validation data cannot be read ({describe(error)})") from error
         return [self.evaluation(member.model, what, batch) for batch in batches]
@@ -308,6 +308,12 @@ class TraceCache:
         if isinstance(recorded, Untraceable):
             raise recorded
         return recorded
+
+
+def validation_batches(val: View, full: int) -> list[Any]:
+    """Return a batch of each size that validation has, the largest first."""
+    sizes = sorted({min(full, len(val)), len(val) % full} - {0}, reverse=True)
+    return [val.take(0, rows) for rows in sizes]
 
 
 def _on_batch_device(model: nn.Module, leaves: list[Tensor]) -> nn.Module:

@@ -17,6 +17,7 @@ from shoal.data.pool import batch_rows
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, call_model, evaluating, number, run_step, targets_of
+from shoal.engine.python_state.module_modes import own_train_methods
 from shoal.engine.tiers.unit import Unit, evaluated, member_output
 from shoal.errors import MemberError
 from shoal.jobs.job import Job
@@ -54,6 +55,11 @@ def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, f
     finally:
         if values is None:
             undo()
+    for slot in slots if values is not None else ():
+        model = unit.members[slot].model
+        if any(own_train_methods(model)):  # they are called as if each were evaluated separately
+            with _blame(slot), evaluating(model):
+                pass
     return values
 
 
