@@ -387,6 +387,30 @@ def test_batches_that_train_other_weights(optimizer: Any, sizes: tuple[int, ...]
     assert "give gradients to different weights" in pack.tiers[0][1]
 
 
+class RemembersRows(nn.Module):
+    """Keeps the number of rows of its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows = nn.Linear(D, C).double(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = self.rows or len(x)
+        out: Tensor = self.layer(x) * self.rows
+        return out
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 8, 6, 4), (4, 8, 4, 8, 6)])
+def test_what_a_first_batch_leaves_is_read_on_batches_of_other_shapes(sizes: tuple[int, ...]) -> None:
+    models = [RemembersRows() for _ in range(3)]
+    plain = {i: Plain(models[i], seed=i, hparams={"lr": 0.05}) for i in range(3)}
+    pack = shoal.Pack(models, hparams={"lr": 0.05}, loss=F.cross_entropy)
+    for t, rows in enumerate(sizes):
+        x, y = batch(t, rows)
+        assert distance(pack.step(x, y), stepped(plain, x, y)) <= TOLERANCE
+    assert_same(pack, plain)
+
+
 def test_an_own_step_on_one_dict() -> None:
     def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         return F.mse_loss(model(batch["x"]), batch["y"]), {"note": 1.0}

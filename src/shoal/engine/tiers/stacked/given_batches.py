@@ -52,6 +52,8 @@ class GivenBatchesStack(StackedUnit):
         Raises:
             Untraceable, NotStackable: With the reason why these members cannot be stacked on such a batch.
         """
+        if self._programs and any(trace.caches for recipe in self.stack.recipes for trace in recipe.steps.values()):
+            self.write_back()  # the step may read what its first call has left in the model
         traces = [self.trace_cache.step_on(member, batch) for member, batch in zip(self.members, batches, strict=True)]
         count = traces[0].batch_spec.num_leaves
         rows = [traces[slot] for slot in self.stack.rows]
