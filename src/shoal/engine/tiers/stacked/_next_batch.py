@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from shoal.data.loader import MOST_KINDS
 from shoal.data.pool import batch_rows
 from shoal.engine.proof.cases import Disproved
-from shoal.engine.proof.prove import prove_training
+from shoal.engine.proof.prove import OTHER_WEIGHTS, prove_training
 from shoal.engine.recipes.recipe import Recipe
+from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.stack.batches import Feed
 from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.stacked._blame import check_shapes
@@ -78,6 +79,7 @@ def _loaded(unit: StackedUnit, feed: Feed) -> tuple[int, list[Tensor]]:
 def _learn(unit: StackedUnit, kind: int, batch: Any) -> list[Trace]:
     """Return the members' steps on such a batch, once they are proven."""
     cache, stack = unit.trace_cache, unit.stack
+    unit.write_back()  # the step may read what its first call has left in the model
     learned: list[Recipe] = []
     for recipe in stack.recipes:
         learned.append(Recipe(recipe.member, {kind: cache.step_on(recipe.member, batch)}, recipe.optimizer))
@@ -85,7 +87,8 @@ def _learn(unit: StackedUnit, kind: int, batch: Any) -> list[Trace]:
     traces = [recipe.steps[kind] for recipe in learned]
     flags = [False] * traces[0].batch_spec.num_leaves
     cache.program([traces[slot] for slot in stack.rows], flags, stack.device, stack.shared)
-    unit.write_back()
     for reason in prove_training(learned, cache).values():
         raise Disproved(reason)
+    if any(trace.trained != stack.trained for trace in traces):
+        raise NotStackable(OTHER_WEIGHTS)
     return traces
