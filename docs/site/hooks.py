@@ -1,7 +1,7 @@
 """What MkDocs does not do by itself: pages that are made from files outside docs/, and links to such files.
 
 The changelog and the notebooks become pages. A link from a page to another file of the repository becomes one to the
-repository's address, `Source` in pyproject.toml.
+repository's address, `Source` in pyproject.toml's `[project.urls]`; without that address it becomes plain text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:|#)([^)#]+)(#[^)]*)?\)")
 
 
-def source_address() -> str:
-    """Where the repository is, as pyproject.toml says."""
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    return str(urls["Source"]).rstrip("/")
+def source_address() -> str | None:
+    """Where the repository is, as pyproject.toml says; None if it does not."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    return str(urls["Source"]).rstrip("/") if "Source" in urls else None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -66,14 +66,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = posixpath.dirname(page.file.src_uri)
 
     def address(link: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join("docs", here, link[1]))
-        anchor = link[2] or ""
+        text, target = link[1], posixpath.normpath(posixpath.join("docs", here, link[2]))
+        anchor = link[3] or ""
         if target.startswith("docs/"):
             return link[0]
         name = posixpath.basename(target)
         if name.endswith(".ipynb") and here != "notebooks":
-            return f"](notebooks/{name.removesuffix('.ipynb')}.md{anchor})"
+            return f"[{text}](notebooks/{name.removesuffix('.ipynb')}.md{anchor})"
+        repository = source_address()
+        if repository is None:
+            return text
         kind = "tree" if (ROOT / target).is_dir() else "blob"
-        return f"]({source_address()}/{kind}/main/{target}{anchor})"
+        return f"[{text}]({repository}/{kind}/main/{target}{anchor})"
 
     return LINK.sub(address, markdown)
