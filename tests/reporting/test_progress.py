@@ -252,6 +252,7 @@ def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, capsys: pytest.Ca
             signal.raise_signal(signal.SIGINT)
 
     def train(**more: Any) -> str:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a program started in the background ignores it
         jobs = [member.job for member in members(2, epochs=4)]
         with pytest.raises(KeyboardInterrupt):
             shoal.train(jobs, device="cpu", threads=1, progress=True, events=interrupt, **more)

@@ -469,3 +469,26 @@ def test_a_new_member_needs_the_settings_that_each_member_was_given() -> None:
     pack.remove(0), pack.remove(1)
     with pytest.raises(ValueError, match="no members"):
         pack.step(*batch(0))
+
+
+class DrawingSGD(torch.optim.SGD):
+    """Scales the learning rate by a number that its constructor draws."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr * (1 + torch.rand(()).item()))
+
+
+def test_reading_the_optimizer_state_leaves_the_random_streams_alone() -> None:
+    """An optimizer whose constructor draws is built once for the state and once to train."""
+    x, y = batch(1)
+    packs = [
+        shoal.Pack([net(0), net(1)], optimizer=DrawingSGD, hparams={"lr": 0.1}, loss=F.cross_entropy, seeds=[3, 4])
+        for _ in range(2)
+    ]
+    state = packs[0].optimizer_state(0)
+    for _ in range(3):
+        assert torch.equal(*(pack.step(x, y) for pack in packs))
+    assert packs[0].optimizer_state(0)["param_groups"][0]["lr"] == state["param_groups"][0]["lr"]
+    for i in range(2):
+        weights, others = (pack.member(i).state_dict() for pack in packs)
+        assert all(torch.equal(weights[name], others[name]) for name in others)

@@ -14,6 +14,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import shoal
+from shoal.engine.python_state.module_streams import ModuleStreams
 from shoal.preparation.checks import prepare
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -103,3 +104,12 @@ def test_a_factory_draws_by_the_seed_of_its_job() -> None:
 def test_the_modules_are_left_alone_for_jobs_that_do_not_draw_from_them() -> None:
     drawing = [prepare([job(step, 0)], torch.device("cpu"))[0].modules.used for step in (plain, mixup, sometimes)]
     assert drawing == [False, True, True]
+
+
+def test_streams_that_are_not_kept_are_restored_whatever_is_done_inside() -> None:
+    streams = ModuleStreams()
+    streams.used = True
+    with streams.swapped_in(3, keep=False), streams.swapped_in(3, keep=True):
+        inside = random.random()
+    with streams.swapped_in(3, keep=True):
+        assert random.random() == inside

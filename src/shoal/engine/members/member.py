@@ -346,11 +346,12 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
     It yields a function to call at the start of each batch. On a GPU, draws are counted from (seed, batches).
 
     Args:
-        keep: If False, the streams are restored afterwards, as in evaluation.
+        keep: If False, the streams are restored afterwards, as in evaluation, also where code inside this context
+            draws from them and keeps what it drew.
     """
     with one_at_a_time, member.modules.swapped_in(member.job.seed, keep):
-        cpu = torch.get_rng_state()
-        torch.set_rng_state(member.rng.get_state())
+        cpu, before = torch.get_rng_state(), member.rng.get_state()
+        torch.set_rng_state(before)
         try:
             if member.device.type == "cpu":
                 yield lambda: None
@@ -358,8 +359,7 @@ def draws(member: Member, keep: bool = True) -> Iterator[Callable[[], None]]:
                 with counted(member.job.seed, member.device) as mode:
                     yield lambda: mode.begin(member.batches)
         finally:
-            if keep:
-                member.rng.set_state(torch.get_rng_state())
+            member.rng.set_state(torch.get_rng_state() if keep else before)
             torch.set_rng_state(cpu)
 
 

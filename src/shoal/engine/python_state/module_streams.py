@@ -29,6 +29,7 @@ class ModuleStreams:
         if not self.used:
             yield
             return
+        before = self.states
         with restored(_GENERATORS):
             if self.states is None:
                 seed_modules(seed)
@@ -38,8 +39,7 @@ class ModuleStreams:
             try:
                 yield
             finally:
-                if keep:
-                    self.states = [get_state(generator) for generator in _GENERATORS]
+                self.states = [get_state(generator) for generator in _GENERATORS] if keep else before
 
     def saved(self) -> dict[str, Plain] | None:
         """Return the current states as plain data and tensors; None at their start."""
