@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import array
+import configparser
 import contextvars
 import copy
+import ctypes
 import functools
+import io
+import multiprocessing
+import os
+import string
+import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -462,3 +471,62 @@ def test_runs_in_two_threads_each_with_a_value_of_its_own() -> None:
 
 def _scaled(put: Callable[[float], object], factor: float, value: float) -> None:
     put(factor * value)
+
+
+def a_config() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config["section"] = {"beta": "0.0"}
+    return config
+
+
+def a_thread_local() -> threading.local:
+    local = threading.local()
+    local.beta = 0.0
+    return local
+
+
+def a_view() -> tuple[Any, Callable[[str, float], None]]:
+    values = {"beta": 0.0}
+    return values.values(), values.__setitem__
+
+
+UNSEARCHED: dict[str, tuple[Any, Callable[[Any], float], Callable[[Any], Any]]] = {
+    "environ": (None, lambda _: float(os.environ.get("BETA", "0")), lambda _: os.environ.update(BETA="1")),
+    "getenv": (None, lambda _: float(os.getenv("BETA", "0")), lambda _: os.environ.update(BETA="1")),
+    "configparser": (
+        a_config(), lambda c: c.getfloat("section", "beta"), lambda c: c["section"].__setitem__("beta", "1.0")
+    ),
+    "thread local": (a_thread_local(), lambda c: c.beta, lambda c: setattr(c, "beta", 1.0)),
+    "event": (threading.Event(), lambda c: float(c.is_set()), lambda c: c.set()),
+    "shared value": (multiprocessing.Value("d", 0.0), lambda c: c.value, lambda c: setattr(c, "value", 1.0)),
+    "ctypes": (ctypes.c_double(0.0), lambda c: c.value, lambda c: setattr(c, "value", 1.0)),
+    "array": (array.array("d", [0.0]), lambda c: c[0], lambda c: c.__setitem__(0, 1.0)),
+    "bytearray": (bytearray(b"\0"), lambda c: float(c[0]), lambda c: c.__setitem__(0, 1)),
+    "text": (io.StringIO("0"), lambda c: float(c.getvalue()), lambda c: (c.seek(0), c.write("1"))),
+    "template": (string.Template("0"), lambda c: float(c.template), lambda c: setattr(c, "template", "1")),
+    "view of a dict": (a_view(), lambda c: sum(c[0]), lambda c: c[1]("beta", 1.0)),
+    "module": (types.ModuleType("settings"), lambda c: getattr(c, "beta", 0.0), lambda c: setattr(c, "beta", 1.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNSEARCHED)
+def test_content_that_is_not_in_attributes_is_watched(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BETA", "0")
+    held, read, change = UNSEARCHED[kind]
+    held = copy.deepcopy(held) if kind in ("ctypes", "array", "bytearray") else held
+    nets = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double() for _ in range(2)]
+    expected = copy.deepcopy(nets)
+    pack = shoal.Pack(nets, optimizer=torch.optim.SGD, hparams={"lr": 0.1}, step=penalised(lambda: read(held)))
+    step = penalised(lambda: read(held))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in expected]
+    for turn in range(4):
+        if turn == 2:
+            change(held)
+        pack.step(X, Y)
+        for net, optimizer in zip(expected, optimizers, strict=True):
+            optimizer.zero_grad()
+            step(net, (X, Y)).backward()
+            optimizer.step()
+    for index, net in enumerate(expected):
+        weights = pack.member(index).state_dict()
+        assert all(distance(weights[name], value) <= TOLERANCE for name, value in net.state_dict().items())

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import array
+import configparser
+import ctypes
+import io
 import itertools
+import os
+import string
+import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -13,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.engine.python_state._compare import same_bits, version
-from shoal.engine.python_state.places import Place
+from shoal.engine.python_state.places import Path, Place
+from shoal.engine.python_state.user_code import is_library_module
 from shoal.utils.random_state import get_state, same_state, set_state
 
 MAX_ELEMENTS = 1_000_000
@@ -144,3 +153,50 @@ class CachedCalls(Place):
 def is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator other than a file."""
     return isinstance(value, Iterator) and not hasattr(value, "fileno")
+
+
+_READERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (os._Environ, dict),
+    (configparser.RawConfigParser, lambda parser: {name: dict(section) for name, section in parser.items()}),
+    (string.Template, lambda template: template.template),
+    (threading.local, lambda local: dict(vars(local))),
+    (threading.Event, threading.Event.is_set),
+    (SynchronizedBase, lambda shared: bytes(shared.get_obj())),
+    ((bytearray, ctypes.Array, ctypes._SimpleCData), bytes),
+    (array.array, array.array.tobytes),
+    ((io.StringIO, io.BytesIO), lambda file: None if file.closed else file.getvalue()),
+    ((type({}.keys()), type({}.values()), type({}.items())), list),
+    (
+        types.ModuleType,
+        lambda module: {name: v for name, v in vars(module).items() if isinstance(v, int | float | str)},
+    ),
+)
+"""Objects whose content cannot be found in attributes, and functions that return a copy of it."""
+
+
+class ReadContent(Place):
+    """The content of an object that is not searched, such as a buffer or a Python module that a closure refers to.
+
+    It is only compared: never saved, and never restored.
+    """
+
+    restorable = False
+
+    def get(self) -> Any:
+        return next(read for kinds, read in _READERS if isinstance(self.owner, kinds))(self.owner)
+
+    @staticmethod
+    def among(values: Iterable[tuple[Path, Any]]) -> list[ReadContent]:
+        """Return a place for each of the values, given with their paths, that is such an object."""
+        return [
+            ReadContent(path, value)
+            for path, value in values
+            if isinstance(value, _READABLE) and not _is_library(value)
+        ]
+
+
+_READABLE = tuple(kind for kinds, _ in _READERS for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+
+
+def _is_library(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) and is_library_module(value.__name__, getattr(value, "__file__", None))

@@ -109,6 +109,13 @@ class Walk:
         return not self.complete or mentions or any(held is PYTHON or held is NUMPY for held in self.visited)
 
     @property
+    def reads_environment(self) -> bool:
+        """Whether the user's code may read environment variables, since it mentions `environ` or `getenv`."""
+        functions = [held for held in self.visited if isinstance(held, types.FunctionType)]
+        codes = [f.__code__ for f in functions if not is_library_function(f)]
+        return any(not mentioned(code)[0].isdisjoint(("environ", "getenv")) for code in codes)
+
+    @property
     def visited(self) -> list[Any]:
         """All objects that were searched."""
         return [value for _, value in self.reached]

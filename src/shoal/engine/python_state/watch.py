@@ -7,6 +7,7 @@ compared by identity, and values that several members read are compared only onc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -72,6 +73,9 @@ class Watch:
         roots = {"model": model}
         walk = Walk(code if private else {**code, **roots}, skip=model, private=roots if private else None)
         noted = [place for place in walk.places if not isinstance(place, _NOT_READ)]
+        noted += _contents.ReadContent.among(walk.reached)
+        if walk.reads_environment:
+            noted.append(_contents.ReadContent(("os", ".environ"), os.environ))
         if not private:
             noted.append(RequiresGrad(("model", ".requires_grad"), list(model.parameters())))
         self._members.add(member)
