@@ -179,6 +179,7 @@ def test_what_is_explained_is_what_happens() -> None:
     assert sorted(joined.values()) == sorted((part.tier, part.members) for part in said.parts)
 
 
+@pytest.mark.usefixtures("one_thread")  # steps are planned, and looked up, with one thread
 def test_when_compiling_pays_is_told() -> None:
     these = [job(f"c{i}", seed=i) for i in range(4)]
     (member, *_) = shoal.preparation.checks.prepare(these, torch.device("cpu"))
