@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -228,7 +229,7 @@ def test_a_state_goes_on_in_another_member_at_any_batch(alone: list[Member]) -> 
         assert states
         for state in (states[0], states[len(states) // 2], states[-1]):
             other = prepare([MIXED[place]], CPU)
-            other[0].load_state(state)
+            other[0].load_state(copy.deepcopy(state))  # the member owns what it is given
             Run(other, Seats(other, timed=False)).go()
             assert_same(other[0], alone[place])
 

@@ -199,7 +199,8 @@ def test_an_iterator_that_cannot_be_put_back_is_not_moved_before_training() -> N
         (result,) = train(pack)
         assert result.tier == "serial"
         for name, value in alone.model.state_dict().items():
-            assert torch.equal(result.model.state_dict()[name], value)
+            # the serial tier's fused Adam rounds otherwise; a moved iterator changes the loss by a tenth
+            torch.testing.assert_close(result.model.state_dict()[name], value, rtol=0, atol=1e-12)
 
 
 def test_more_python_objects_than_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
