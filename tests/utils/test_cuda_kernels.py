@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,20 @@ def test_an_nvrtc_that_does_not_know_the_device_is_not_used(monkeypatch: pytest.
     assert cuda_kernels.available.__wrapped__()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (999, 0))
     assert not cuda_kernels.available.__wrapped__()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_new_thread_may_launch_a_kernel_first() -> None:
+    """As the thread of a backward pass does whose first operator is a kernel of ours."""
+    x = torch.zeros(4, device="cuda")
+    (kernel,) = cuda_kernels.load(SOURCE, ["add_3"])
+    kernel(grid=(1, 1, 1), block=(32, 1, 1), args=[x, 4])
+
+    def launch() -> None:
+        (kernel,) = cuda_kernels.load(SOURCE, ["add_3"])
+        kernel(grid=(1, 1, 1), block=(32, 1, 1), args=[x, 4])
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch).result()
+    assert x.tolist() == [6] * 4

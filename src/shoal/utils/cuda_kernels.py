@@ -30,6 +30,10 @@ MOST_AT_ONCE = 8
 """How many parts of a source are compiled at the same time."""
 _LOCK = threading.Lock()
 _LOADED: dict[tuple[str, int], dict[str, Kernel]] = {}
+_CONTEXTS: dict[int, ctypes.c_void_p] = {}
+"""The CUDA context of each device on which kernels are loaded."""
+_THREAD = threading.local()
+"""`has_context`: whether this thread has a CUDA context, without which it cannot launch a kernel."""
 _COMPILED: dict[tuple[str, ...], Future[bytes | None]] = {}
 """Parts of sources with their compiler options, which are compiled or being compiled."""
 _pool: ThreadPoolExecutor | None = None
@@ -82,8 +86,27 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
             for part, binary in compiled.items():
                 module = _module(part, _options(), binary.result())
                 kernels |= {name: getattr(module, name) for name in _NAMES.findall(part)}
+            _CONTEXTS[key[1]] = _current_context()
             _LOADED[key] = kernels
+    if not getattr(_THREAD, "has_context", False):
+        _THREAD.has_context = True
+        if not _current_context().value:  # a thread of the backward pass which has not called the CUDA runtime yet
+            _driver().cuCtxSetCurrent(_CONTEXTS[key[1]])
     return [_LOADED[key][name] for name in names]
+
+
+def _driver() -> Any:
+    """Return the library of the CUDA driver."""
+    from torch.cuda._utils import _get_cuda_library
+
+    return _get_cuda_library()
+
+
+def _current_context() -> ctypes.c_void_p:
+    """Return this thread's CUDA context, which is null if it has none."""
+    context = ctypes.c_void_p()
+    _driver().cuCtxGetCurrent(ctypes.byref(context))
+    return context
 
 
 def compile_ahead(source: str) -> None:

@@ -42,9 +42,11 @@ def test_equals_batch_norm_of_each_member(shape: tuple[int, ...], dtype: torch.d
     assert _distance(var, exact.var(axes, correction=0)) < 1e-5
     given = torch.randn_like(ours)
     a, b = (torch.autograd.grad(out, [x, weight, bias], given.to(out.dtype)) for out in (ours, theirs))
-    for p, q in zip(a, b, strict=True):
+    plain = torch.stack([F.batch_norm(x[m], None, None, weight[m], bias[m], True) for m in range(members)])
+    for p, q, r in zip(a, b, torch.autograd.grad(plain, [x, weight, bias], given.to(plain.dtype)), strict=True):
         assert p.dtype == q.dtype
-        assert _distance(p, q) < TOLERANCE[dtype]
+        # of two values with one mean, the gradient is what rounding leaves: torch's own is as far from the exact one
+        assert _distance(p, q) < max(TOLERANCE[dtype], 2 * _distance(r, q))
 
 
 def test_the_gradient_can_be_differentiated_again() -> None:

@@ -140,6 +140,29 @@ def test_parameters_without_a_gradient_are_not_counted() -> None:
     assert [float(plain.state[param]["step"]) for param in theirs] == [8.0, 6.0, 8.0]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1, "amsgrad": True}, {"maximize": True}])
+def test_on_a_gpu_the_steps_are_counted_on_the_cpu_as_torch_does(settings: dict[str, Any]) -> None:
+    """One step has a learning rate that is a tensor, which torch's own step must take."""
+    ours, theirs = ([nn.Parameter(torch.full((3,), 1.0 + i, device="cuda")) for i in range(3)] for _ in range(2))
+    fused, plain = optim.AdamW(ours, lr=0.1, **settings), optim.AdamW(theirs, lr=0.1, **settings)
+    step = step_of(fused)
+    for number in range(8):
+        for params in (ours, theirs):
+            for place, param in enumerate(params):
+                missing = place == 1 and number in (3, 4)
+                param.grad = None if missing else torch.full((3,), float(number - 3), device="cuda")
+        for optimizer in (fused, plain):
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.1) if number == 5 else 0.1
+        step()
+        plain.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+        count = fused.state[a]["step"]
+        assert count.device.type == "cpu" and float(count) == float(plain.state[b]["step"])
+
+
 def test_an_own_way_to_clear_gradients_is_used() -> None:
     class Keeps(optim.SGD):
         def zero_grad(self, set_to_none: bool = True) -> None:

@@ -26,6 +26,8 @@ VALUES = {
     "complex": torch.randn(LARGE, dtype=torch.complex64),
     "conjugate": torch.randn(LARGE, dtype=torch.complex64).conj(),
     "transposed": torch.randn(LARGE, 2).T,
+    "channels last": torch.randn(4, 8, 16, LARGE // 64).contiguous(memory_format=torch.channels_last),
+    "small, channels last": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
     "part of another": torch.randn(4 * LARGE)[:LARGE],
     "expanded": torch.randn(1).expand(LARGE),
     "sparse": torch.eye(5).to_sparse(),
@@ -70,6 +72,13 @@ def test_many_at_once_and_no_memory_to_share(monkeypatch: pytest.MonkeyPatch) ->
         arrived = _sent(state)
         for name, value in state.items():
             torch.testing.assert_close(arrived[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["large", "channels last"])
+def test_large_tensors_are_not_in_the_message_itself(name: str) -> None:
+    here, there = Pipe()
+    _messages.send(there, VALUES[name])
+    assert len(_messages.receive(here).data) < 1000
 
 
 def test_what_arrives_is_apart_from_what_a_later_child_writes() -> None:

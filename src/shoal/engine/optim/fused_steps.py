@@ -1,7 +1,8 @@
-"""Torch's fused Adam and AdamW update on a CPU, for a member that trains alone.
+"""Torch's fused Adam and AdamW update, for a member that trains alone.
 
-For a small network, torch's plain update takes longer than forward and backward. The fused one is the same arithmetic
-in another order of rounding, as in the stacked tier (`engine/stack/fused_update.py`).
+For a small network, torch's plain update takes longer than forward and backward, and on a GPU it is a dozen launches.
+The fused one is the same arithmetic in another order of rounding, as in the stacked tier
+(`engine/stack/fused_update.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def _suits(group: dict[str, Any]) -> bool:
     """Return whether the fused kernel can update this parameter group."""
     if any(group[name] for name in OTHERS) or any(group[name] is not None for name in ("foreach", "fused")):
         return False
-    return all(p.device.type == "cpu" and p.dtype in DTYPES for p in group["params"])
+    devices = {p.device for p in group["params"]}
+    known = len(devices) <= 1 and all(device.type in ("cpu", "cuda") for device in devices)
+    return known and all(p.dtype in DTYPES for p in group["params"])
 
 
 class FusedStep:
@@ -67,12 +70,15 @@ class FusedStep:
         self._optimizer = optimizer
         self._counts: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By the group's index: the step counters of its parameters as one tensor, and each of them as a view of it."""
+        self._on_device: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """The same counters on the GPU, where the kernel reads them; torch's plain step counts on the CPU."""
+        self._on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
 
     def __call__(self) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
         if not all(map(_has_plain_settings, groups)):  # a schedule may have changed them
-            optimizer.step()
+            self._plain_step()
             return
         columns = [_tensor_lists(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
         if None not in columns:
@@ -83,6 +89,9 @@ class FusedStep:
                         _call(group, *lists)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
             return
+        if not self._on_cpu:  # torch's fused step would count on the GPU, and a saved state would hold that
+            self._plain_step()
+            return
         for group in groups:
             group["fused"] = True
         try:
@@ -90,6 +99,11 @@ class FusedStep:
         finally:
             for group in groups:
                 group["fused"] = None  # the user's setting
+
+    def _plain_step(self) -> None:
+        """Take the step as torch does, which counts on the CPU."""
+        self._counts.clear()  # with the counters on the GPU
+        self._optimizer.step()
 
     def _count(self, index: int, params: list[Tensor], *lists: list[Tensor]) -> None:
         """Add one to all step counters at once, since a call for each takes longer than the update itself."""
@@ -100,9 +114,15 @@ class FusedStep:
             views = [counters[row] for row in range(len(steps))]
             for param, view in zip(params, views, strict=True):
                 self._optimizer.state[param]["step"] = view
-            steps[:] = views
             self._counts[index] = counters, views
+            if params[0].is_cuda:
+                on_device = counters.to(params[0].device)
+                self._on_device[index] = on_device, list(on_device.unbind())
         counters += 1
+        steps[:] = views
+        if params[0].is_cuda:
+            on_device, steps[:] = self._on_device[index]
+            on_device += 1
 
 
 def _has_plain_settings(group: dict[str, Any]) -> bool:

@@ -40,12 +40,12 @@ class Message:
         unpickler.persistent_load = self._tensor  # type: ignore[method-assign]
         return unpickler.load()
 
-    def _tensor(self, where: tuple[int, torch.dtype, tuple[int, ...]]) -> Tensor:
-        offset, dtype, shape = where
+    def _tensor(self, where: tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]) -> Tensor:
+        offset, dtype, shape, stride = where
         if offset not in self._tensors:
             count = torch.Size(shape).numel()
             flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
-            self._tensors[offset] = flat.view(shape)
+            self._tensors[offset] = flat.as_strided(shape, stride)
         return self._tensors[offset]
 
 
@@ -93,33 +93,34 @@ class _Pickler(pickle.Pickler):
         if id(value) not in self.large:
             self.large[id(value)] = self.size, value
             self.size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
-        return self.large[id(value)][0], value.dtype, tuple(value.shape)
+        return self.large[id(value)][0], value.dtype, tuple(value.shape), value.stride()
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
-        return _from_bytes, (bytearray(_bytes(value)), value.dtype, tuple(value.shape))
+        return _from_bytes, (bytearray(_bytes(value)), value.dtype, tuple(value.shape), value.stride())
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor can be sent as its bytes: on the CPU, contiguous, with a storage of its own."""
+    """Return whether a tensor can be sent as its bytes: on the CPU, without gaps, with a storage of its own."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and tensor.numel() > 0
-        and tensor.is_contiguous()
+        and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last))
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    in_memory_order = tensor.as_strided((tensor.numel(),), (1,))
+    view: memoryview = in_memory_order.view(torch.uint8).numpy().data
     return view
 
 
-def _from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+def _from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).as_strided(shape, stride)
 
 
 def _write(descriptor: int, offset: int, tensor: Tensor) -> None:

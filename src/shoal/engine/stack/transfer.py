@@ -43,7 +43,8 @@ def _move_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     if sum(tensor.nbytes for tensor in tensors) <= MOST_BYTES:
         with suppress(torch.OutOfMemoryError):  # a GPU may have no memory for the flat copy
             return across(tensors, device)
-    return [tensor.to(device) for tensor in tensors]
+    # contiguous, as in a flat copy: filters with channels last would be slow to copy again and to send
+    return [tensor.contiguous().to(device) for tensor in tensors]
 
 
 def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
