@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shoal.data import Pool
+from shoal.engine.kernels.loading import load_common_kernels
 from shoal.engine.members.member import Member, open_data
 from shoal.engine.members.row_order import deal
 from shoal.engine.planning.planner import Part
@@ -89,10 +90,16 @@ def run_guarded(
     """
 
     def make_in_child(share: Sequence[Member], line: Line) -> Run:
+        dtypes = {tensor.dtype for tensor in share[0].model.parameters() if tensor.is_floating_point()}
+        dtypes |= {torch.bfloat16} if share[0].job.precision == "bf16" else set()
+        loading = load_common_kernels(device, [torch.float64, *sorted(dtypes - {torch.float64}, key=str)])
         with timed("data"):
             to_device(share, device)
         before_turn = partial(line.send, "targets")
-        run = make(share, build(share), line.tell, before_turn=before_turn)
+        planning = build(share)
+        if loading is not None:
+            loading.join()
+        run = make(share, planning, line.tell, before_turn=before_turn)
         line.send("environment", environment(device))
         return run
 

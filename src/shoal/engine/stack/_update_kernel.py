@@ -80,6 +80,16 @@ def _in_layout_of(grad: Tensor, param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def prepare(rule: Rule, params: Sequence[Tensor], state: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
+    """Start to compile the kernel of a group's parameters, from the state of the first."""
+    names = rule.buffers()
+    clocks = {name: value.clone() for name, value in state.items() if name not in names}
+    c = rule.coefficients_(params[0], {**state, **clocks}, h, None)
+    with cuda_kernels.current_device(params[0].device):
+        cuda_kernels.compile_ahead(_source(rule, params[0].dtype, tuple(c)))
+
+
+@torch.no_grad()
 def update(
     rule: Rule,
     params: Sequence[Tensor],

@@ -203,6 +203,11 @@ class Optimizers:
 
     # --- members' state ---------------------------------------------------------------------------------------------
 
+    def prepare_kernels(self) -> None:
+        """Start to compile the kernels that updates on a GPU will use."""
+        for part in self._ruled:
+            part.prepare_kernels()
+
     def rows(self, slot: int) -> list[Tensor]:
         """Return a member's rows of all state tensors, on the device."""
         part, index = self.at(slot)

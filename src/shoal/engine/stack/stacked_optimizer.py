@@ -129,6 +129,14 @@ class StackedOptimizer:
             else:
                 rule.update_all_(params, group_grads, states, hparams, active)
 
+    def prepare_kernels(self) -> None:
+        """Start to compile the kernels of `update`."""
+        leaves = self.span.leaves
+        for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
+            params = [leaves[i] for i in indices]
+            if _update_kernel.suits(rule, params, states):
+                _update_kernel.prepare(rule, params, states[0], self.columns.groups[g])
+
     # --- schedules --------------------------------------------------------------------------------------------------
 
     def freeze_schedules(self, slots: Collection[int]) -> None:
