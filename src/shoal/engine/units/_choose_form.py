@@ -67,9 +67,19 @@ class Form:
 
 def why_not(recipe: Recipe) -> str:
     """Return why a member's steps cannot be captured; empty if they can."""
-    member, job = recipe.member, recipe.member.job
-    if not isinstance(member.data.source, TensorSource):
+    if not isinstance(recipe.member.data.source, TensorSource):
         return "its data is read as training goes"
+    return _obstacle(recipe)
+
+
+def can_capture_batches(recipe: Recipe) -> bool:
+    """Return whether steps on a DataLoader's batches can be captured."""
+    return recipe.member.batched and not _obstacle(recipe)
+
+
+def _obstacle(recipe: Recipe) -> str:
+    """Return why a member's steps cannot be captured, whatever its data is; empty if they can."""
+    job = recipe.member.job
     if job.accumulate > 1:
         return "it accumulates gradients"
     if job.average is not None:

@@ -10,9 +10,10 @@ from shoal.engine.planning.planner import Part
 from shoal.engine.proof.group import Group, explain_reason
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.tiers.captured.chunk import Cache
+from shoal.engine.tiers.captured.loader_unit import LoaderUnit
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import Unit
-from shoal.engine.units._choose_form import choose, why_not
+from shoal.engine.units._choose_form import can_capture_batches, choose, why_not
 from shoal.engine.units.build import stacked_units
 
 
@@ -60,6 +61,8 @@ def _arrange_group(
     not."""
     members = [recipe.member for recipe in recipes]
     indices, names = [m.index for m in members], [m.name for m in members]
+    if group.stackable and can_capture_batches(recipes[0]):
+        return Part("stacked", indices, names, reason), stacked_units(recipes, trace_cache, LoaderUnit)
     obstacle = why_not(recipes[0])
     chosen = None
     if not obstacle:

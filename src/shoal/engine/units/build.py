@@ -177,8 +177,10 @@ def build(parts: Iterable[Part], groups: list[Group], trace_cache: TraceCache) -
     return units
 
 
-def stacked_units(recipes: Sequence[Recipe], trace_cache: TraceCache) -> list[Unit]:
-    """Build the stacks of members of one recipe.
+def stacked_units(
+    recipes: Sequence[Recipe], trace_cache: TraceCache, unit_class: type[StackedUnit] = StackedUnit
+) -> list[Unit]:
+    """Build the stacks of members of one recipe, as units of this class.
 
     It is one stack, except that members that accumulate gradients or share a stream get one for each position in the
     epoch (see `StackedUnit.accepts`).
@@ -186,4 +188,4 @@ def stacked_units(recipes: Sequence[Recipe], trace_cache: TraceCache) -> list[Un
     by_pace: dict[Hashable, list[Recipe]] = {}
     for recipe in recipes:
         by_pace.setdefault(pace(recipe.member), []).append(recipe)
-    return [StackedUnit(same_pace, trace_cache) for same_pace in by_pace.values()]
+    return [unit_class(same_pace, trace_cache) for same_pace in by_pace.values()]

@@ -1,0 +1,132 @@
+"""A stack on a GPU whose members read a DataLoader: each batch is copied to one place, where a captured step reads it.
+
+The first batches of a shape run operator by operator. Then their step is captured, and each further batch of this shape
+is a copy and a replay. All members read the same batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.engine.recipes.program import Program
+from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.captured._compile import executable, warm_up
+from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
+from shoal.engine.tiers.captured.graphs import RECORDER, clear
+from shoal.engine.tiers.stacked.unit import StackedUnit
+from shoal.engine.tiers.unit import context_lost
+from shoal.utils.randomness import signed
+from shoal.utils.set_up_times import timed
+
+FEW = 3
+"""Batches of a shape that run operator by operator before their step is captured."""
+MOST_SHAPES = 4
+"""The most steps that are captured, since each graph has memory of its own."""
+
+
+class LoaderUnit(StackedUnit):
+    """A stacked unit that captures the steps of frequent batches."""
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._seen: Counter[int] = Counter()
+        self._captured: dict[int, CapturedBatch | None] = {}
+        """By the number of a batch's kind; None if its step cannot be captured."""
+        self._replayed = False
+        """Whether steps were replayed since the host knew which rows still train."""
+
+    def advance(
+        self, program: Program, batch: list[Tensor], group: int = 1, first: bool = True, last: bool = True
+    ) -> None:
+        captured = self._captured_for(program, batch)
+        if captured is None:
+            self._know_rows()
+            super().advance(program, batch, group, first, last)
+            return
+        counts = [self.members[slot].batches for slot in self.stack.rows]
+        losses, logs = captured.run(batch, counts)
+        self._replayed = True
+        for member in self.members:
+            member.batches += 1
+        self._losses.append(losses)
+        self._logs.append(logs)
+        self.stack.optimizer.step_schedules()
+
+    def _end_turn(self) -> None:
+        self._know_rows()
+        super()._end_turn()
+
+    def _know_rows(self) -> None:
+        """Read from the device whether all rows still train."""
+        if self._replayed:
+            self._all_active, self._replayed = bool(self.stack.active.all()), False
+
+    def _captured_for(self, program: Program, batch: list[Tensor]) -> CapturedBatch | None:
+        """Return the captured step of such batches; None if this one runs operator by operator."""
+        kind = self.loaded.kind
+        if kind in self._captured:
+            return self._captured[kind]
+        self._seen[kind] += 1
+        if self._seen[kind] <= FEW or len(self._captured) >= MOST_SHAPES:
+            return None
+        self._captured[kind] = None
+        if program.trace.checked or program.written:  # a failed check is undone by the host
+            return None
+        try:
+            with timed("capture"):
+                self._captured[kind] = CapturedBatch(self.stack, program, batch)
+        except Exception as error:
+            if context_lost(error):
+                raise
+            clear()  # most likely memory is full; without a graph less is needed
+        return self._captured[kind]
+
+
+class CapturedBatch:
+    """The captured step of a stack on batches of one shape."""
+
+    def __init__(self, stack: Stack, program: Program, batch: list[Tensor]) -> None:
+        size, device, names = len(stack.rows), stack.device, program.trace.log_names
+        self._names = names
+        self._leaves = [leaf.clone() for leaf in batch]
+        self._counts = [member.batches for member in (stack.members[slot] for slot in stack.rows)]
+        """The members' batch counts on the device."""
+        seeds = [signed(stack.members[slot].job.seed) for slot in stack.rows]
+        self._inputs = Inputs(
+            data=self._leaves,
+            orders=None,
+            place=torch.zeros((), dtype=torch.int64, device=device),
+            tick=torch.zeros((), dtype=torch.int64, device=device),
+            moving=torch.ones(size, dtype=torch.bool, device=device),
+            count=torch.tensor(self._counts, dtype=torch.int64, device=device),
+            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            losses=torch.zeros(1, size, dtype=torch.float64, device=device),
+            logs=torch.zeros(1, len(names), size, dtype=torch.float64, device=device) if names else None,
+            tables=[None for _ in stack.optimizer.ruled()],
+        )
+        step = Step(stack, program, rows=0, batch_size=0)  # the batch is given, so no rows are gathered
+        ready = executable(step, self._inputs, compiled=False)
+        warm_up(ready, step, self._inputs)
+        tensors = [*stack_tensors(stack), *self._inputs.tensors()]
+        self._graph = RECORDER.capture([partial(ready.run, tensors)], 0)
+
+    def run(self, batch: list[Tensor], counts: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the step on a batch, and return every row's loss and logs.
+
+        Args:
+            counts: The number of batches that each row's member has had, which numbers its random draws.
+        """
+        inputs = self._inputs
+        for leaf, value in zip(self._leaves, batch, strict=True):
+            leaf.copy_(value, non_blocking=True)
+        if counts != self._counts:
+            inputs.count.copy_(torch.tensor(counts))
+        self._counts = [count + 1 for count in counts]
+        inputs.tick.zero_()
+        self._graph.replay()
+        logs = {} if inputs.logs is None else dict(zip(self._names, inputs.logs[0].clone(), strict=True))
+        return inputs.losses[0].clone(), logs
