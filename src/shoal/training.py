@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from shoal.engine.kernels.loading import loading_common_kernels
 from shoal.engine.members.evaluation_weights import training_weights
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import as_trained, beginning
@@ -284,7 +285,10 @@ class _Work:
         device = self.settings.device
         self._report_start(None)
         try:
-            parts, self.stamp = run_guarded(alive, device, self._planning, self._run, self._requeue, self.tell)
+            locked = self.folder is not None and not self.folder.passing
+            parts, self.stamp = run_guarded(
+                alive, device, self._planning, self._run, self._requeue, self.tell, wait_for_end=locked
+            )
             self.plan = Plan(str(device), parts)
         except NotGuarded:
             to_device(alive, device)
@@ -299,7 +303,7 @@ class _Work:
     def _planning(self, members: Sequence[Member]) -> PlanningContext:
         """Return the planning context of these members, and watch their Python state if it may have to be saved."""
         settings = self.settings
-        with garbage_collection.frozen():
+        with garbage_collection.frozen(), loading_common_kernels(settings.device, _dtypes(members)):
             planning = PlanningContext(
                 members,
                 timed=not settings.deterministic,
@@ -347,6 +351,12 @@ class _Work:
         self._started = True
         content = None if plan is None else plan.to_json()
         self.tell(happened("start", jobs=len(self.members), device=str(self.settings.device), plan=content))
+
+
+def _dtypes(members: Sequence[Member]) -> set[torch.dtype]:
+    """Return the dtypes in which the first member computes, and most likely the others."""
+    dtypes = {p.dtype for member in members[:1] for p in member.model.parameters() if p.is_floating_point()}
+    return dtypes | {torch.bfloat16 for member in members[:1] if member.job.precision == "bf16"}
 
 
 def _log_failures(results: Results) -> None:

@@ -7,8 +7,8 @@ wait for dozens of them one by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,22 @@ SIDE = 16
 """The size of the matrices."""
 
 
-def load_common_kernels(device: torch.device, dtypes: Collection[torch.dtype]) -> threading.Thread | None:
-    """Start a thread that runs common operators on small tensors of these dtypes, and return it; None on a CPU.
+@contextmanager
+def loading_common_kernels(device: torch.device, dtypes: Collection[torch.dtype]) -> Iterator[None]:
+    """On a GPU, run common operators on small tensors of float64 and these dtypes in a thread, inside this context.
 
-    Join it before a CUDA graph is captured, during which other threads must not use the GPU.
+    The thread has ended at the end, since other threads must not use the GPU while a CUDA graph is captured.
     """
     if device.type != "cuda":
-        return None
-    thread = threading.Thread(target=_run, args=(device, dtypes), daemon=True)
+        yield
+        return
+    others = sorted(set(dtypes) - {torch.float64}, key=str)
+    thread = threading.Thread(target=_run, args=(device, [torch.float64, *others]), daemon=True)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @torch.no_grad()

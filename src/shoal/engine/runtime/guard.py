@@ -9,15 +9,15 @@ others. A process can only be forked before it has used CUDA; afterwards the run
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from shoal.data import Pool
-from shoal.engine.kernels.loading import load_common_kernels
 from shoal.engine.members.member import Member, open_data
 from shoal.engine.members.row_order import deal
 from shoal.engine.planning.planner import Part
@@ -81,25 +81,25 @@ def run_guarded(
     make: Make,
     requeue: Requeue,
     tell: Tell,
+    *,
+    wait_for_end: bool = True,
 ) -> tuple[list[Part], dict[str, Any]]:
     """Train members that were built for the CPU on a GPU, in a child process, and return the plan's parts and the
     environment.
+
+    Args:
+        wait_for_end: Whether to wait until the process that has trained them is gone, since it holds the folder's lock.
+            A CUDA context takes a tenth of a second to close.
 
     Raises:
         NotGuarded: Before anything has happened.
     """
 
     def make_in_child(share: Sequence[Member], line: Line) -> Run:
-        dtypes = {tensor.dtype for tensor in share[0].model.parameters() if tensor.is_floating_point()}
-        dtypes |= {torch.bfloat16} if share[0].job.precision == "bf16" else set()
-        loading = load_common_kernels(device, [torch.float64, *sorted(dtypes - {torch.float64}, key=str)])
         with timed("data"):
             to_device(share, device)
         before_turn = partial(line.send, "targets")
-        planning = build(share)
-        if loading is not None:
-            loading.join()
-        run = make(share, planning, line.tell, before_turn=before_turn)
+        run = make(share, build(share), line.tell, before_turn=before_turn)
         line.send("environment", environment(device))
         return run
 
@@ -107,7 +107,7 @@ def run_guarded(
         alive = [member for member in members if member.status == "running"]
         if not alive:
             return [], {}
-        child = Guarded(alive, device, make_in_child, requeue)
+        child = Guarded(alive, device, make_in_child, requeue, wait_for_end=wait_for_end)
         try:
             if not child.start():
                 raise NotGuarded
@@ -143,20 +143,38 @@ def run_guarded(
 class Guarded(WorkerHandle):
     """The child process that trains on a GPU, as its parent sees it."""
 
+    _ending: ClassVar[list[threading.Thread]] = []
+    """Threads that wait for processes which are done."""
+
     def __init__(
         self,
         members: Sequence[Member],
         device: torch.device,
         make: Callable[[Sequence[Member], Line], Run],
         requeue: Requeue,
+        *,
+        wait_for_end: bool = True,
     ) -> None:
         super().__init__(members, make, requeue)
-        self.device = device
+        self.device, self._wait_for_end = device, wait_for_end
         self.lost: str | None = None
         """The error with which the context was lost; None if it was not."""
         self.targets: dict[int, int] = {}
         """For each member, the most batches that it may have trained when the context was lost."""
         self.environment: dict[str, Any] = {}
+
+    def start(self) -> bool:
+        for thread in self._ending:  # their memory is free once they are gone
+            thread.join()
+        self._ending.clear()
+        return super().start()
+
+    def close(self) -> None:
+        if self._wait_for_end or not self._done or self.lost is not None:
+            super().close()
+            return
+        self._ending.append(threading.Thread(target=super().close, daemon=True))
+        self._ending[-1].start()
 
     def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
         self.check()

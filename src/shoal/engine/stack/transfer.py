@@ -8,6 +8,7 @@ pinned memory. Torch caches it, so it is bounded: larger amounts are copied tens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -19,6 +20,8 @@ MOST_BYTES = 1 << 26
 """The most bytes that are laid side by side at a time."""
 BLOCK = 1 << 24
 """Bytes of one block of pinned memory."""
+COPIERS = 4
+"""Threads that copy large tensors to the host."""
 PIECE, MOST_HEAP = 1 << 20, 48 << 20
 """`expect` touches memory of the host in pieces of this size, and no more of it than the C library keeps for reuse."""
 
@@ -43,8 +46,16 @@ def _move_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     if sum(tensor.nbytes for tensor in tensors) <= MOST_BYTES:
         with suppress(torch.OutOfMemoryError):  # a GPU may have no memory for the flat copy
             return across(tensors, device)
-    # contiguous, as in a flat copy: filters with channels last would be slow to copy again and to send
-    return [tensor.contiguous().to(device) for tensor in tensors]
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().to(
+            device
+        )  # as in a flat copy: channels last would be slow to copy again and to send
+
+    if len(tensors) == 1 or device.type != "cpu":
+        return [move(tensor) for tensor in tensors]
+    with ThreadPoolExecutor(COPIERS) as pool:  # the first use of a page of the host's memory takes longer than the copy
+        return list(pool.map(move, tensors))
 
 
 def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
