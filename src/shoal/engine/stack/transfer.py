@@ -48,9 +48,7 @@ def _move_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
             return across(tensors, device)
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().to(
-            device
-        )  # as in a flat copy: channels last would be slow to copy again and to send
+        return tensor.contiguous().to(device)  # as a flat copy is; channels last is slow to copy again and to send
 
     if len(tensors) == 1 or device.type != "cpu":
         return [move(tensor) for tensor in tensors]
