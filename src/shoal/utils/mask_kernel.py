@@ -14,7 +14,7 @@ from shoal.utils import cuda_kernels
 
 THREADS, MOST_BLOCKS = 256, 4096
 _SIZES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
-_SOURCE = """
+_TEMPLATE = """
 __device__ inline unsigned mix(unsigned x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
@@ -37,6 +37,10 @@ extern "C" __global__ void write_mask(const long long* seeds, const long long* s
 """
 
 
+_SOURCES = {size: _TEMPLATE.replace("ELEMENT", name) for size, name in _SIZES.items()}
+"""The sources by the bytes of an element; zero has no bits set in any dtype."""
+
+
 def write_mask(seeds: Tensor, steps: Tensor, sites: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
     """Return a mask [M, count]: each member's scale where its bits are below its limit, else zero, in the dtype of
     `scales`.
@@ -45,10 +49,9 @@ def write_mask(seeds: Tensor, steps: Tensor, sites: Tensor, limits: Tensor, scal
     """
     out = torch.empty(len(seeds), count, dtype=scales.dtype, device=seeds.device)
     if out.numel():
-        source = _SOURCE.replace("ELEMENT", _SIZES[scales.dtype.itemsize])  # zero has no bits set in any dtype
         columns = [column.contiguous() for column in (seeds, steps, sites, limits, scales)]
         with torch.cuda.device(seeds.device):
-            (kernel,) = cuda_kernels.load(source, ["write_mask"])
+            (kernel,) = cuda_kernels.load(_SOURCES[scales.dtype.itemsize], ["write_mask"])
             grid = min(-(-count // THREADS), MOST_BLOCKS), len(seeds), 1
             kernel(grid=grid, block=(THREADS, 1, 1), args=[*columns, out, count])
     return out

@@ -186,15 +186,15 @@ class SerialUnit(Unit):
             self._rows = batch_rows(batch)
         if place == group_start:
             self._clear()
-        value, loss, logs = self._forward(batch)
-        if not _finite(value):
-            return value, logs
+        loss, logs = self._forward(batch)
         if self.closure:
+            value: float = loss.item()
+            if not _finite(value):
+                return value, logs
             self._step_with_closure(batch, loss)
         else:
-            loss = loss / group if group > 1 else loss
-            (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
-            if place + 1 < group_start + group:
+            value = self._backward(loss, group)
+            if not _finite(value) or place + 1 < group_start + group:
                 return value, logs
             self._apply()
         update_average(self.member, self.member.first_step + place // k + 1)
@@ -203,13 +203,22 @@ class SerialUnit(Unit):
             self._advance_schedule()
         return value, logs
 
-    def _forward(self, batch: Any) -> tuple[float, Tensor, dict[str, Any]]:
+    def _forward(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         if self.job.precision is None:
-            loss, logs = run_step(self.job, self.model, batch)
-        else:
-            with autocast(self.job, self.member.device):
-                loss, logs = run_step(self.job, self.model, batch)
-        return loss.item(), loss, logs
+            return run_step(self.job, self.model, batch)
+        with autocast(self.job, self.member.device):
+            return run_step(self.job, self.model, batch)
+
+    def _backward(self, loss: Tensor, group: int) -> float:
+        """Run the backward pass of a batch in a group of this many, unless the loss is not finite, and return the loss.
+
+        On a GPU the loss is read when the backward pass has been launched, so that the device does not wait.
+        """
+        value: float = 0.0 if loss.is_cuda else loss.item()
+        if _finite(value):
+            part = loss / group if group > 1 else loss
+            (self.scaler.scale(part) if self.scaler is not None else part).backward()  # type: ignore[no-untyped-call]
+        return loss.item() if loss.is_cuda else value
 
     def _apply(self) -> None:
         if self.scaler is None:

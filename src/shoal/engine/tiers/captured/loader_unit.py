@@ -109,10 +109,11 @@ class CapturedBatch:
             tables=[None for _ in stack.optimizer.ruled()],
         )
         step = Step(stack, program, rows=0, batch_size=0)  # the batch is given, so no rows are gathered
-        ready = executable(step, self._inputs, compiled=False)
-        warm_up(ready, step, self._inputs)
+        self._ready = executable(step, self._inputs, compiled=False)
+        """Kept, since the graph reads memory of the step: the limits of its dropout masks, for example."""
+        warm_up(self._ready, step, self._inputs)
         tensors = [*stack_tensors(stack), *self._inputs.tensors()]
-        self._graph = RECORDER.capture([partial(ready.run, tensors)], 0)
+        self._graph = RECORDER.capture([partial(self._ready.run, tensors)], 0)
 
     def run(self, batch: list[Tensor], counts: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the step on a batch, and return every row's loss and logs.
