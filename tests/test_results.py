@@ -120,6 +120,17 @@ class Branch(nn.Module):
         return out if float(out.detach().sum()) > 0 else -out
 
 
+def test_inputs_of_another_dtype_are_named(results: shoal.Results) -> None:
+    dtype = next(results[0].model.parameters()).dtype
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    names = [str(d).removeprefix("torch.") for d in (other, dtype)]
+    inputs = results[0].job.data[0][:3].to(other)
+    with pytest.raises(ValueError, match=rf"inputs are {names[0]} and the network is {names[1]}; pass x.to"):
+        results.predict(inputs)
+    with pytest.raises(ValueError, match=f"inputs are {names[0]}"):
+        results.predict(inputs.numpy())
+
+
 def test_predict_is_one_stacked_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()

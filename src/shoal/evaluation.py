@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
@@ -58,7 +59,8 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
 
         def run(chunk: Any) -> Any:
             moved = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
-            return pytree.tree_map_only(Tensor, lambda x: x.to(input_device), forward(moved))
+            with _dtypes_explained(models[0], moved):
+                return pytree.tree_map_only(Tensor, lambda x: x.to(input_device), forward(moved))
 
         if size is None:
             return run(batch)
@@ -66,6 +68,20 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
         split = zip(*(leaf.split(size) for leaf in leaves), strict=True)
         chunks = [run(pytree.tree_unflatten(chunk, spec)) for chunk in split]
     return join_batches(chunks, dim=1)
+
+
+@contextmanager
+def _dtypes_explained(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """If the network fails and the inputs have another floating-point dtype than its weights, say so."""
+    try:
+        yield
+    except RuntimeError as error:
+        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        given, known = ([t.dtype for t in ts if t.is_floating_point()] for ts in (leaves, model.parameters()))
+        if not given or not known or set(given) <= set(known):
+            raise
+        names = [str(dtype).removeprefix("torch.") for dtype in (given[0], known[0])]
+        raise ValueError(f"inputs are {names[0]} and the network is {names[1]}; pass x.to(torch.{names[1]})") from error
 
 
 def _takes_entries(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
