@@ -262,7 +262,7 @@ def test_what_a_callback_cannot_ask() -> None:
     assert [r.status for r in shoal.start([job("a", epochs=1)], device="cpu", callbacks=[ask]).wait(60)] == ["done"]
 
     def order(view: shoal.MemberView) -> None:
-        with pytest.raises(ViewError, match=r"takes no orders; begin it with shoal.start\(jobs, callbacks="):
+        with pytest.raises(ViewError, match=r"cannot be controlled; start it with shoal.start\(jobs, callbacks="):
             view.run  # noqa: B018
 
     assert [r.status for r in shoal.train([job("a", epochs=1)], device="cpu", callbacks=[order])] == ["done"]

@@ -117,7 +117,9 @@ def test_what_cannot_be_folded(settings: dict[str, Any], words: str) -> None:
 
 
 def test_of_a_dataset_the_classes_must_be_given() -> None:
-    with pytest.raises(shoal.JobError, match=r"stratify is 'y', and data is no tensors or arrays; give one value"):
+    with pytest.raises(
+        shoal.JobError, match=r"stratify is 'y', and data is neither tensors nor arrays; give one value"
+    ):
         shoal.folds(job(Items(), collate=default_collate), 3, stratify="y")
     expected = held_out(shoal.folds(job(), 3, stratify="y"))
     assert held_out(shoal.folds(job(Items(), collate=default_collate), 3, stratify=LABELS)) == expected

@@ -49,7 +49,7 @@ def place(
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Bytes that each worker may use, such as 8GB.")] = None,
     server_memory: Annotated[str | None, typer.Option(help="Bytes that the server may use.")] = None,
-    server_speed: Annotated[float, typer.Option(help="Of the server, over that of the timed device.")] = 1.0,
+    server_speed: Annotated[float, typer.Option(help="Speed of the server; 1 is that of the timed device.")] = 1.0,
     cores: Annotated[int | None, typer.Option(help="Cores that all share, where they are on one machine.")] = None,
     batch_norm: Annotated[
         str, typer.Option(help="Statistics on the workers: joined (over all rows) or own.")
@@ -66,7 +66,10 @@ def place(
     picture: Annotated[Path | None, typer.Option(help="Draw the placement into this file (.svg, .png, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the placement as JSON.")] = False,
     run: Annotated[
-        bool, typer.Option("--run", "--train", help="Train the job so, here; started by torchrun it is always trained.")
+        bool,
+        typer.Option(
+            "--run", "--train", help="Also train the job with the placement, here. Under torchrun it always trains."
+        ),
     ] = False,
     placement: Annotated[Path | None, typer.Option(help="With --run: a placement from --out, used as it is.")] = None,
     folder: Annotated[

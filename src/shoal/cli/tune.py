@@ -28,7 +28,7 @@ def tune(
         str | None, typer.Option(help="random, grid, or Optuna's tpe, cma, gp, nsga2; by default random.")
     ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="How many settings are tried.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the search; jobs have their own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the search; each job has its own.")] = None,
     storage: Annotated[str | None, typer.Option(help="An Optuna storage, such as sqlite:///study.db.")] = None,
     study_name: Annotated[str | None, typer.Option(help="The study's name in the storage.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,

@@ -147,7 +147,7 @@ def _rows(file: Path, delimiter: str) -> list[tuple[int, list[str]]]:
     except UnicodeDecodeError:
         raise ValueError("it is not text in UTF-8; save it as UTF-8") from None
     except (csv.Error, TypeError) as error:
-        raise ValueError(f"it is no .csv file ({error})") from None
+        raise ValueError(f"it cannot be read as a .csv file ({error})") from None
 
 
 def _number(cell: str, line: int, column: str) -> float:

@@ -256,10 +256,10 @@ def warn_of_data(members: list[Member]) -> None:
             if count:
                 warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
             if not view.source.steady:
-                what = "another item when the same row is" if not view.source.batched else "other batches when it is"
+                what = "another item when a row is" if not view.source.batched else "other batches when it is"
                 warnings.warn(
-                    f"job {member.name!r}: {which} gives {what} read again, by something of its own, so that results "
-                    "depend on what else is read; draw from torch's, numpy's or python's random functions, or from a "
+                    f"job {member.name!r}: {which} gives {what} read again, and Shoal cannot tell from what, so that "
+                    "results depend on what else is read; draw from torch's, numpy's or python's random functions, or from a "
                     "generator that is an attribute of the Dataset",
                     ShoalWarning,
                     stacklevel=4,

@@ -115,7 +115,7 @@ def _row_labels(name: str, values: Any, view: View) -> Numbers:
 def _part(name: str, key: str, view: View) -> Any:
     """Return the part of the data with this key, or the last part for "y"."""
     if not isinstance(view.source, TensorSource):
-        raise JobError(f"{name} is {key!r}, and data is no tensors or arrays; give one value for each row")
+        raise JobError(f"{name} is {key!r}, and data is neither tensors nor arrays; give one value for each row")
     content = view.source.whole()
     if isinstance(content, Mapping):
         if key not in content:

@@ -134,7 +134,9 @@ class MemberView:
     def run(self) -> Any:
         """The shoal.LiveRun of this member, in which a callback may stop, cancel, add and clone jobs."""
         if self._run is None:
-            raise ViewError("view.run: this run takes no orders; begin it with shoal.start(jobs, callbacks=[...])")
+            raise ViewError(
+                "view.run: a run of shoal.train cannot be controlled; start it with shoal.start(jobs, callbacks=[...])"
+            )
         return self._run
 
     def stop(self, reason: str = "") -> None:
