@@ -24,6 +24,8 @@ BETTER, WORSE = 0.9, 2.0
 AGAIN_SECONDS, AGAIN_FACTOR = 10.0, 20.0
 """The threads are tried again after so many seconds, since the load of the machine changes, but at the earliest after
 so many times the seconds of a batch for which they were given up."""
+PIECE_SECONDS = 0.05
+"""Several threads run batches in pieces that should take so many seconds with one, so that they can be given up."""
 NUMBERS = 65536
 """Each thread's share of the small operator, more than torch gives to a single thread."""
 PROBE_SECONDS, PROBES = 0.02, 5
@@ -107,11 +109,13 @@ class Threads:
     def _run_several(self, unit: Unit, batches: int) -> int:
         """Run batches with several threads, but no longer than all of them should take with one thread; return how many
         were run."""
-        done, seconds, most_seconds = 0, 0.0, batches * min(self._one_seconds)
-        while done < batches and seconds < most_seconds and not (done and unit.failures()):
-            seconds += self._timed(unit, 1, self._most)
-            done += 1
-        self._several = seconds < most_seconds
+        one = min(self._one_seconds)
+        done, seconds, piece = 0, 0.0, max(1, int(PIECE_SECONDS / one))
+        while done < batches and seconds < batches * one and not (done and unit.failures()):
+            count = min(piece, batches - done)
+            seconds += self._timed(unit, count, self._most)
+            done += count
+        self._several = seconds < done * one
         return done
 
     @staticmethod
