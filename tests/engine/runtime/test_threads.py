@@ -82,17 +82,20 @@ def test_an_explanation_is_measured_with_one_thread(notes: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heavy", "one", "two", "batches", "threads"),
+    ("heavy", "busy", "one", "two", "batches", "threads"),
     [
-        (False, 1.0, 0.1, 800, 1),
-        (True, 1.0, 0.6, 800, 2),
-        (True, 1.0, 1.4, 800, 1),
-        (True, 1.0, 1.4, 8, 2),  # too short for a trial: as a loop would
+        (False, False, 1.0, 0.1, 800, 1),
+        (True, False, 1.0, 0.6, 800, 2),
+        (True, False, 1.0, 1.4, 800, 1),
+        (True, False, 1.0, 1.4, 8, 2),  # too short for a trial: as a loop would
+        (True, True, 1.0, 0.6, 800, 1),  # steps with several threads could take tens of times as long
+        (True, True, 1.0, 0.6, 8, 1),
     ],
 )
 def test_large_networks_use_several_threads_where_that_is_faster(
-    heavy: bool, one: float, two: float, batches: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    heavy: bool, busy: bool, one: float, two: float, batches: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sharing, "busy", lambda threads: busy)
     members = prepare([job(epochs=batches // 8)], torch.device("cpu"))
     planning = PlanningContext(members, timed=False)
     monkeypatch.setattr(sharing, "HEAVY_SECONDS", 0.5 if heavy else 2.0)
@@ -101,8 +104,12 @@ def test_large_networks_use_several_threads_where_that_is_faster(
         assert sharing.threads_for(members, planning, 2) == threads
 
 
-def test_jobs_whose_data_is_read_as_training_goes_are_not_tried() -> None:
+@pytest.mark.parametrize(("busy", "threads"), [(False, 2), (True, 1)])
+def test_jobs_whose_data_is_read_as_training_goes_are_not_tried(
+    busy: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "busy", lambda threads: busy)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
     these = [shoal.Job(model=lambda: nn.Linear(6, 3), data=loader, loss=F.cross_entropy, epochs=1)]
     members = prepare(these, torch.device("cpu"))
-    assert sharing.threads_for(members, PlanningContext(members, timed=False), 2) == 2
+    assert sharing.threads_for(members, PlanningContext(members, timed=False), 2) == threads

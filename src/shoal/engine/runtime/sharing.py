@@ -23,6 +23,7 @@ from shoal.engine.planning.planner import predict
 from shoal.engine.runtime.commands import TOO_FEW
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import ask_children
+from shoal.engine.tiers.threads import busy
 from shoal.engine.units.trials import lone_seconds
 from shoal.utils.torch_flags import torch_flags
 
@@ -67,7 +68,7 @@ def _processes_pay(members: Sequence[Member], planning: PlanningContext, count: 
     if total < MANY_STEPS * alone[largest.index]:
         return True
     at_once = _parallel_step_seconds(largest, count)
-    with torch_flags(planning.device, threads):
+    with torch_flags(planning.device, 1 if busy(threads) else threads):
         return at_once < count * lone_seconds(largest)
 
 
@@ -75,16 +76,17 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
     """Return how many of torch's threads these members' steps should use, decided before they train: one, or `most`.
 
     Small networks gain nothing from several threads, and on a busy machine they lose a lot: threads wait for each other
-    at every operator. For large networks, a few steps of the largest are timed both ways, unless the run is short.
+    at every operator. For large networks, a few steps of the largest are timed both ways, unless the cores are busy or
+    the run is short.
     """
     if most == 1 or not members:
         return 1
     if not all(isinstance(member.data.source, TensorSource) for member in members):
-        return most  # reading data for a trial could change what training reads
+        return 1 if busy(most) else most  # reading data for a trial could change what training reads
     largest = max(members, key=lambda m: (planning.request(m).alone or 0.0, _least_seconds(m)))
     try:
         seconds = planning.request(largest).alone or lone_seconds(largest, rounds=1)
-        if seconds < HEAVY_SECONDS:
+        if seconds < HEAVY_SECONDS or busy(most):
             return 1
         if sum(member.batches_to_stop for member in members) < MANY_STEPS:
             return most

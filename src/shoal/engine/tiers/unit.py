@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, evaluating
+from shoal.engine.tiers.threads import Threads
 from shoal.errors import MemberError
 
 if TYPE_CHECKING:
@@ -265,66 +266,6 @@ def evaluated(model: nn.Module, call: Callable[[], Any], gradients: bool = False
                     buffer.copy_(value)
     with torch.enable_grad():
         return pytree.tree_map_only(Tensor, Tensor.detach, call()), True
-
-
-SMALL_SECONDS = 2e-3
-"""A batch that takes less time gains nothing from threads."""
-TRIES = 4
-"""Batches that are timed with one thread and with several, in turns; the first of each is slower."""
-BETTER, WORSE = 0.9, 2.0
-"""Several threads are used below `BETTER` times the seconds of one thread, and given up at once above `WORSE` times."""
-AGAIN_SECONDS = 10.0
-"""The threads are tried again after so many seconds, since the load of the machine changes."""
-
-
-class Threads:
-    """Chooses how many of torch's threads a unit's steps use: one, or all if that is faster.
-
-    On a busy machine several threads wait for each other at every operator, and can take thirty times as long as one.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._begin()
-
-    def _begin(self) -> None:
-        self._several: bool | None = None
-        """Whether several threads are faster; None: not known yet."""
-        self._one_seconds: list[float] = []
-        self._several_seconds: list[float] = []
-        self._until = perf_counter() + AGAIN_SECONDS
-
-    def run(self, unit: Unit, batches: int) -> None:
-        """Call `unit.run` with the best number of threads. While that is not known, its first batches are timed."""
-        if perf_counter() > self._until:
-            self._begin()
-        while batches and self._several is None:
-            self._try(unit)
-            batches -= 1
-        if batches:
-            seconds = self._timed(unit, batches, self._most if self._several else 1) / batches
-            self._several = self._several and seconds < min(self._one_seconds)
-
-    def _try(self, unit: Unit) -> None:
-        one, several = self._one_seconds, self._several_seconds
-        if len(one) <= len(several):
-            one.append(self._timed(unit, 1, 1))
-            if len(one) > 1 and min(one) < SMALL_SECONDS:
-                self._several = False
-            return
-        several.append(self._timed(unit, 1, self._most))
-        if len(several) == TRIES or several[-1] > WORSE * min(one):
-            self._several = min(several) < BETTER * min(one)
-
-    @staticmethod
-    def _timed(unit: Unit, batches: int, threads: int) -> float:
-        torch.set_num_threads(threads)
-        start = perf_counter()
-        try:
-            unit.run(batches)
-        finally:
-            torch.set_num_threads(1)
-        return perf_counter() - start
 
 
 def _size_of(unit: Unit) -> Hashable:
