@@ -109,7 +109,7 @@ def test_two_generators_that_were_seeded_differently_draw_differently() -> None:
 def test_what_cannot_be_seeded_is_a_warning() -> None:
     count = iter(range(10**6))
     counted = Noisy(lambda: next(count))
-    with pytest.warns(shoal.ShoalWarning, match=r"job '0': data gives another item when the same row is read again"):
+    with pytest.warns(shoal.ShoalWarning, match=r"job '0': data gives another item when a row is read again"):
         shoal.train([job(counted)], device="cpu")
 
 

@@ -259,8 +259,8 @@ def warn_of_data(members: list[Member]) -> None:
                 what = "another item when a row is" if not view.source.batched else "other batches when it is"
                 warnings.warn(
                     f"job {member.name!r}: {which} gives {what} read again, and Shoal cannot tell from what, so that "
-                    "results depend on what else is read; draw from torch's, numpy's or python's random functions, or from a "
-                    "generator that is an attribute of the Dataset",
+                    "results depend on what else is read; draw from torch's, numpy's or python's random functions, or "
+                    "from a generator that is an attribute of the Dataset",
                     ShoalWarning,
                     stacklevel=4,
                 )
