@@ -17,6 +17,8 @@ from shoal.errors import ShoalError, ShoalWarning
 from shoal.reporting.callbacks import ViewError
 from shoal.reporting.events import Event
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) == targets).double().mean()
