@@ -68,7 +68,9 @@ def place(
     run: Annotated[
         bool,
         typer.Option(
-            "--run", "--train", help="Also train the job with the placement, here. Under torchrun it always trains."
+            "--run",
+            "--train",
+            help="Train the job with the placement, on this machine; always so under torchrun.",
         ),
     ] = False,
     placement: Annotated[Path | None, typer.Option(help="With --run: a placement from --out, used as it is.")] = None,

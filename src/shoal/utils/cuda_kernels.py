@@ -78,6 +78,7 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
         RuntimeError: If the source does not compile, or there is no NVRTC.
     """
     key = source, torch.cuda.current_device()
+    _bind_context(key[1])
     if key not in _LOADED:
         compiled = _begin(source)
         with _LOCK:
@@ -88,11 +89,16 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
                 kernels |= {name: getattr(module, name) for name in _NAMES.findall(part)}
             _CONTEXTS[key[1]] = _current_context()
             _LOADED[key] = kernels
-    if not getattr(_THREAD, "has_context", False):
-        _THREAD.has_context = True
-        if not _current_context().value:  # a thread of the backward pass which has not called the CUDA runtime yet
-            _driver().cuCtxSetCurrent(_CONTEXTS[key[1]])
     return [_LOADED[key][name] for name in names]
+
+
+def _bind_context(device: int) -> None:
+    """Give this thread the CUDA context of a device if it has none, as a thread of the backward pass which has not
+    called the CUDA runtime yet."""
+    if device in _CONTEXTS and not getattr(_THREAD, "has_context", False):
+        _THREAD.has_context = True
+        if not _current_context().value:
+            _driver().cuCtxSetCurrent(_CONTEXTS[device])
 
 
 def _driver() -> Any:

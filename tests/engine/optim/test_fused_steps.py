@@ -11,6 +11,7 @@ from torch import nn, optim
 
 import shoal
 from shoal.engine.optim.fused_steps import clearing, step_of
+from shoal.engine.optim.state import load_optimizer
 
 X, Y = torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 
@@ -138,6 +139,29 @@ def test_parameters_without_a_gradient_are_not_counted() -> None:
     step()
     assert [float(fused.state[param]["step"]) for param in ours] == [9.0, 7.0, 9.0]
     assert [float(plain.state[param]["step"]) for param in theirs] == [8.0, 6.0, 8.0]
+
+
+def test_state_in_another_memory_layout_counts_as_it_is() -> None:
+    """A stack on a GPU gives contiguous moments back, also to a network with channels last."""
+    networks = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]  # type: ignore[call-overload]
+    networks[1].load_state_dict(networks[0].state_dict())
+    fused, plain = (optim.AdamW(network.parameters(), lr=0.1) for network in networks)
+    step, images = step_of(fused), torch.randn(2, 3, 6, 6)
+    for number in range(4):
+        if number in (1, 2):
+            for entry in fused.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    entry[name] = entry[name].contiguous()
+            if number == 2:
+                load_optimizer(fused, fused.state_dict())
+                assert all(s["exp_avg"].stride() == p.stride() for p, s in fused.state.items())
+        for network in networks:
+            network.zero_grad()
+            network(images).square().sum().backward()
+        step()
+        plain.step()
+    for a, b in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.gpu

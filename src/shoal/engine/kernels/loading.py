@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,43 +22,49 @@ SIDE = 16
 def loading_common_kernels(device: torch.device, dtypes: Collection[torch.dtype]) -> Iterator[None]:
     """On a GPU, run common operators on small tensors of float64 and these dtypes in a thread, inside this context.
 
-    The thread has ended at the end, since other threads must not use the GPU while a CUDA graph is captured.
+    When the context ends, the thread stops after the operator that it is at.
     """
     if device.type != "cuda":
         yield
         return
     others = sorted(set(dtypes) - {torch.float64}, key=str)
-    thread = threading.Thread(target=_run, args=(device, [torch.float64, *others]), daemon=True)
+    stop = threading.Event()
+    thread = threading.Thread(target=_run, args=(device, [torch.float64, *others], stop), daemon=True)
     thread.start()
     try:
         yield
     finally:
+        stop.set()
         thread.join()
 
 
 @torch.no_grad()
-def _run(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+def _run(device: torch.device, dtypes: Collection[torch.dtype], stop: threading.Event) -> None:
     with torch.cuda.device(device), suppress(RuntimeError):  # what fails here is reported where it is needed
         for dtype in dtypes:
-            _operators(device, dtype)
+            for _ in _operators(device, dtype):
+                if stop.is_set():
+                    return
 
 
-def _operators(device: torch.device, dtype: torch.dtype) -> None:
-    """Run the operators that most steps, their check in float64 and their first update need."""
+def _operators(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """Run the operators that most steps, their check in float64 and their first update need, one at a time."""
     x = torch.ones(2, SIDE, SIDE, dtype=dtype, device=device)
     rows = torch.zeros(SIDE, dtype=torch.int64, device=device)
     bias = x[0, 0]
-    torch.baddbmm(x[:, :1], x, x.mT)
-    torch.bmm(x.mT, x)
-    F.linear(x[0], x[1], bias)
-    log_probs = F.log_softmax(x, 2)
-    torch._log_softmax_backward_data(x, log_probs, 2, dtype)
-    log_probs.gather(2, rows.view(1, SIDE, 1).expand(2, -1, 1)).squeeze(2).neg().mul(x[:, 0]).sum(1)
-    torch.stack([bias, bias]).clamp_min(0.0).index_select(0, rows[:2])
-    torch.ops.aten.threshold_backward(x, x, 0.0)
-    torch.where(torch.isfinite(x), x, 0.0)
-    x.double().sub(1.0).abs().max()
+    yield torch.baddbmm(x[:, :1], x, x.mT)
+    yield torch.bmm(x.mT, x)
+    yield F.linear(x[0], x[1], bias)
+    yield (log_probs := F.log_softmax(x, 2))
+    yield torch._log_softmax_backward_data(x, log_probs, 2, dtype)
+    yield (picked := log_probs.gather(2, rows.view(1, SIDE, 1).expand(2, -1, 1)).squeeze(2))
+    yield picked.neg().mul(x[:, 0]).sum(1)
+    yield torch.stack([bias, bias]).clamp_min(0.0)
+    yield x[0].index_select(0, rows)
+    yield torch.ops.aten.threshold_backward(x, x, 0.0)
+    yield torch.where(torch.isfinite(x), x, 0.0)
+    yield x.double().sub(1.0).abs().max()
     if dtype == torch.float64:
-        x[torch.isfinite(x)].norm()
-        torch.pow(bias.unsqueeze(1), bias.float())
-        bias.sqrt().reciprocal().to(torch.float32)
+        yield x[torch.isfinite(x)].norm()
+        yield torch.pow(bias.unsqueeze(1), bias.float())
+        yield bias.sqrt().reciprocal().to(torch.float32)

@@ -58,9 +58,10 @@ def _suits(group: dict[str, Any]) -> bool:
     """Return whether the fused kernel can update this parameter group."""
     if any(group[name] for name in OTHERS) or any(group[name] is not None for name in ("foreach", "fused")):
         return False
-    devices = {p.device for p in group["params"]}
-    known = len(devices) <= 1 and all(device.type in ("cpu", "cuda") for device in devices)
-    return known and all(p.dtype in DTYPES for p in group["params"])
+    devices, dtypes = ({getattr(p, name) for p in group["params"]} for name in ("device", "dtype"))
+    if len(devices) > 1 or not all(device.type in ("cpu", "cuda") for device in devices):
+        return False
+    return dtypes <= set(DTYPES) and (len(dtypes) <= 1 or next(iter(devices)).type == "cpu")
 
 
 class FusedStep:
@@ -81,6 +82,9 @@ class FusedStep:
             self._plain_step()
             return
         columns = [_tensor_lists(optimizer, group) for group in groups] if not _hooked(optimizer) else [None]
+        if any(lists and not _in_one_layout(*lists) for lists in columns):
+            self._plain_step()
+            return
         if None not in columns:
             with torch.no_grad():
                 for index, (group, lists) in enumerate(zip(groups, columns, strict=True)):
@@ -116,7 +120,7 @@ class FusedStep:
                 self._optimizer.state[param]["step"] = view
             self._counts[index] = counters, views
             if params[0].is_cuda:
-                on_device = counters.to(params[0].device)
+                on_device = counters.to(params[0].device, copy=True)
                 self._on_device[index] = on_device, list(on_device.unbind())
         counters += 1
         steps[:] = views
@@ -138,6 +142,15 @@ def _hooked(optimizer: Any) -> bool:
     """Return whether hooks must be called before or after a step."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def _in_one_layout(params: list[Tensor], *lists: list[Tensor]) -> bool:
+    """Return whether gradients and moments have the strides of their parameters. The kernel goes through memory in its
+    order: with other strides, its result would be wrong on a CPU, and it raises on a GPU."""
+    return all(
+        row[0].dim() < 2 or row[0].stride() == row[1].stride() == row[2].stride() == row[3].stride()
+        for row in zip(params, *lists[:3], strict=True)
+    )
 
 
 def _tensor_lists(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:

@@ -61,6 +61,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Call `optimizer.load_state_dict(state)`, and keep the dtype of scalars such as NAdam's `mu_product`.
 
     Torch casts them to the dtype of their parameter; in float64 they would then be rounded differently than before.
+    States of a parameter's shape get its memory layout.
     The dicts of groups and state stay the same objects, because an optimizer inside of this one may refer to them.
     """
     groups, entries = list(optimizer.param_groups), vars(optimizer).get("state")
@@ -74,8 +75,17 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     for index, param in zip(indices, params, strict=True):
         for name, value in state["state"].get(index, {}).items():
             loaded = optimizer.state[param].get(name)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and not value.ndim:
+            if not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
+                continue
+            if not value.ndim:
                 optimizer.state[param][name] = loaded.to(value.dtype)
+            elif _has_other_layout(loaded, param):
+                optimizer.state[param][name] = torch.empty_like(param, dtype=loaded.dtype).copy_(loaded)
+
+
+def _has_other_layout(value: Tensor, param: Tensor) -> bool:
+    """Return whether a state of its parameter's shape lies in memory in another order; fused updates need the same."""
+    return value.layout == torch.strided and value.shape == param.shape and value.stride() != param.stride()
 
 
 def _refilled(held: Any, content: Any) -> Any:

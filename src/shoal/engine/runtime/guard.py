@@ -88,8 +88,8 @@ def run_guarded(
     environment.
 
     Args:
-        wait_for_end: Whether to wait until the process that has trained them is gone, since it holds the folder's lock.
-            A CUDA context takes a tenth of a second to close.
+        wait_for_end: Whether to wait until the process that has trained them is gone, which takes a tenth of a second.
+            Needed where another call may open the same folder, whose lock the process shares.
 
     Raises:
         NotGuarded: Before anything has happened.

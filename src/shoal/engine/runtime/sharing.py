@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,8 @@ HEAVY_SECONDS = 0.02
 """From so many seconds of a step on, a network is large enough for torch's threads to matter."""
 STEP_SECONDS = 2e-4
 """The assumed seconds of a step of the smallest network."""
+MOMENTS, MOMENT_SECONDS = 3, 0.1
+"""How many times it is looked whether the cores are busy, and the seconds between."""
 MANY_STEPS = 100
 """From so many steps of work on, a trial of a few steps is worthwhile."""
 
@@ -76,17 +79,17 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
     """Return how many of torch's threads these members' steps should use, decided before they train: one, or `most`.
 
     Small networks gain nothing from several threads, and on a busy machine they lose a lot: threads wait for each other
-    at every operator. For large networks, a few steps of the largest are timed both ways, unless the cores are busy or
-    the run is short.
+    at every operator. For large networks, a few steps of the largest are timed both ways. If the cores stay busy, it is
+    one thread; if the run is short, `most`.
     """
     if most == 1 or not members:
         return 1
     if not all(isinstance(member.data.source, TensorSource) for member in members):
-        return 1 if busy(most) else most  # reading data for a trial could change what training reads
+        return 1 if _stays_busy(most) else most  # reading data for a trial could change what training reads
     largest = max(members, key=lambda m: (planning.request(m).alone or 0.0, _least_seconds(m)))
     try:
         seconds = planning.request(largest).alone or lone_seconds(largest, rounds=1)
-        if seconds < HEAVY_SECONDS or busy(most):
+        if seconds < HEAVY_SECONDS or _stays_busy(most):
             return 1
         if sum(member.batches_to_stop for member in members) < MANY_STEPS:
             return most
@@ -95,6 +98,16 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
             return most if lone_seconds(largest) < one else 1
     except Exception:  # whatever it is will show in training, where it ends its own member
         return 1
+
+
+def _stays_busy(threads: int) -> bool:
+    """Return whether the cores are busy at several moments: a decision for a whole run must not follow from one."""
+    for probe in range(MOMENTS):
+        if probe:
+            time.sleep(MOMENT_SECONDS)
+        if not busy(threads):
+            return False
+    return True
 
 
 def _parallel_step_seconds(member: Member, count: int) -> float:

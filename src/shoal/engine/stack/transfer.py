@@ -47,11 +47,16 @@ def _move_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         with suppress(torch.OutOfMemoryError):  # a GPU may have no memory for the flat copy
             return across(tensors, device)
 
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().to(device)  # as a flat copy is; channels last is slow to copy again and to send
-
     if len(tensors) == 1 or device.type != "cpu":
-        return [move(tensor) for tensor in tensors]
+        return [tensor.contiguous().to(device) for tensor in tensors]
+    stream = torch.cuda.current_stream(tensors[0].device)
+
+    def move(tensor: Tensor) -> Tensor:
+        with torch.cuda.stream(stream):  # a new thread has the default stream
+            with suppress(torch.OutOfMemoryError):  # contiguous as in a flat copy: channels last is slow to send
+                tensor = tensor.contiguous()
+            return tensor.to(device).contiguous()
+
     with ThreadPoolExecutor(COPIERS) as pool:  # the first use of a page of the host's memory takes longer than the copy
         return list(pool.map(move, tensors))
 

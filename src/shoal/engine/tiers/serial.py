@@ -23,7 +23,7 @@ from shoal.engine.optim.gradients import clip_gradients
 from shoal.engine.optim.kinds import learning_rate, needs_closure
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
-from shoal.engine.tiers.unit import Unit, out_of_memory
+from shoal.engine.tiers.unit import Unit, context_lost, out_of_memory
 from shoal.errors import MemberError
 
 
@@ -217,7 +217,11 @@ class SerialUnit(Unit):
         value: float = 0.0 if loss.is_cuda else loss.item()
         if _finite(value):
             part = loss / group if group > 1 else loss
-            (self.scaler.scale(part) if self.scaler is not None else part).backward()  # type: ignore[no-untyped-call]
+            try:
+                (self.scaler.scale(part) if self.scaler is not None else part).backward()  # type: ignore[no-untyped-call]
+            except Exception as error:  # such as anomaly detection, which finds NaN
+                if context_lost(error) or not loss.is_cuda or _finite(loss.item()):
+                    raise
         return loss.item() if loss.is_cuda else value
 
     def _apply(self) -> None:

@@ -1,8 +1,8 @@
 """How many of torch's threads steps on a CPU use: one, or all where that is faster now.
 
-On busy cores several threads wait for each other at every operator. A thread that the others need may get its core only
-after milliseconds, so that a step takes tens of times as long as with one thread, and it cannot be given up before its
-end. Whether the cores are busy is therefore measured with a small operator first.
+On busy cores several threads wait for each other at every operator: the last of them may get its core only after
+milliseconds. A step then takes tens of times as long as with one thread, and cannot be interrupted. So a small operator
+is timed first, which shows whether the cores are busy.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ WAITING = 2.0
 def busy(threads: int) -> bool:
     """Return whether so many of torch's threads would wait for each other now, since others use the cores."""
     numbers = torch.zeros(threads * NUMBERS, dtype=torch.float32, device="cpu")
+    _operator_seconds(numbers, threads)  # starts the threads
     one = min(_operator_seconds(numbers, 1, calls=PROBES))
     several = _operator_seconds(numbers, threads, seconds=PROBE_SECONDS)
     return sum(several) > WAITING * one * len(several)
@@ -107,8 +108,8 @@ class Threads:
             self._several = min(several) < BETTER * min(one)
 
     def _run_several(self, unit: Unit, batches: int) -> int:
-        """Run batches with several threads, but no longer than all of them should take with one thread; return how many
-        were run."""
+        """Run batches with several threads, and stop when they have taken the time that all would take with one; return
+        how many were run."""
         one = min(self._one_seconds)
         done, seconds, piece = 0, 0.0, max(1, int(PIECE_SECONDS / one))
         while done < batches and seconds < batches * one and not (done and unit.failures()):

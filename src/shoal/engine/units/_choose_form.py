@@ -41,6 +41,7 @@ SMALL = 50_000
 streams."""
 FEW_OPERATIONS = 1e10
 """Convolutional networks with up to so many operations in a forward pass are tried as a stack first, too."""
+READ_AS_TRAINING_GOES = "its data is read as training goes"
 FULL_SECONDS = 1e-3
 """If a member's own step takes longer than this, members on streams fill the device, and stacking them is not tried."""
 
@@ -67,19 +68,9 @@ class Form:
 
 def why_not(recipe: Recipe) -> str:
     """Return why a member's steps cannot be captured; empty if they can."""
-    if not isinstance(recipe.member.data.source, TensorSource):
-        return "its data is read as training goes"
-    return _obstacle(recipe)
-
-
-def can_capture_batches(recipe: Recipe) -> bool:
-    """Return whether steps on a DataLoader's batches can be captured."""
-    return recipe.member.batched and not _obstacle(recipe)
-
-
-def _obstacle(recipe: Recipe) -> str:
-    """Return why a member's steps cannot be captured, whatever its data is; empty if they can."""
-    job = recipe.member.job
+    member, job = recipe.member, recipe.member.job
+    if not isinstance(member.data.source, TensorSource) and not member.batched:
+        return READ_AS_TRAINING_GOES
     if job.accumulate > 1:
         return "it accumulates gradients"
     if job.average is not None:

@@ -13,7 +13,7 @@ from shoal.engine.tiers.captured.chunk import Cache
 from shoal.engine.tiers.captured.loader_unit import LoaderUnit
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import Unit
-from shoal.engine.units._choose_form import can_capture_batches, choose, why_not
+from shoal.engine.units._choose_form import READ_AS_TRAINING_GOES, choose, why_not
 from shoal.engine.units.build import stacked_units
 
 
@@ -61,9 +61,11 @@ def _arrange_group(
     not."""
     members = [recipe.member for recipe in recipes]
     indices, names = [m.index for m in members], [m.name for m in members]
-    if group.stackable and can_capture_batches(recipes[0]):
-        return Part("stacked", indices, names, reason), stacked_units(recipes, trace_cache, LoaderUnit)
     obstacle = why_not(recipes[0])
+    if members[0].batched and not obstacle:
+        if group.stackable:
+            return Part("stacked", indices, names, reason), stacked_units(recipes, trace_cache, LoaderUnit)
+        obstacle = READ_AS_TRAINING_GOES
     chosen = None
     if not obstacle:
         chosen = choose(recipes, trace_cache, cache, compile, stackable=group.stackable, recorded=recorded)

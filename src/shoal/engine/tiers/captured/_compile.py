@@ -106,12 +106,16 @@ def _large_apart() -> Iterator[None]:
         combos.LARGE_NUMELS = before
 
 
-def warm_up(ready: Executable, step: Step, inputs: Inputs) -> None:
-    """Run the step once on copies, so that nothing is built, loaded or tuned during capture."""
+def warm_up(ready: Executable, step: Step, inputs: Inputs, *, fuse: bool = True) -> None:
+    """Run the step once on copies, so that nothing is built, loaded or tuned during capture.
+
+    Args:
+        fuse: Whether to make fused kernels of the elementwise operators, which may round differently.
+    """
     copies = [
         tensor.detach() if place in step.stack.shared else tensor.detach().clone()  # no step writes to shared tensors
         for place, tensor in enumerate(stack_tensors(step.stack))
     ]
-    if not ready.compiled:
+    if fuse and not ready.compiled:
         step.fuse(bind_stack(step.stack, copies), inputs_like(inputs))
     ready.run([*copies, *inputs_like(inputs).tensors()])

@@ -68,8 +68,12 @@ class Recorder:
         gc.disable()  # a destructor must not call CUDA in the middle of the capture
         try:
             with torch.cuda.stream(stream):
-                # A pool lives as long as a graph in it: never keep its handle.
-                graph.capture_begin(*(() if beside is None else (beside.pool(),)))
+                # A pool lives as long as a graph in it: never keep its handle. Other threads may use the GPU meanwhile,
+                # such as that of a DataLoader that pins batches.
+                if beside is None:
+                    graph.capture_begin(capture_error_mode="thread_local")
+                else:
+                    graph.capture_begin(beside.pool(), capture_error_mode="thread_local")
                 try:
                     self._branch(branches, stream, lane)
                 except BaseException:

@@ -1,7 +1,8 @@
 """A stack on a GPU whose members read a DataLoader: each batch is copied to one place, where a captured step reads it.
 
-The first batches of a shape run operator by operator. Then their step is captured, and each further batch of this shape
-is a copy and a replay. All members read the same batches.
+The first batches of a shape run operator by operator. Then their step is captured as a CUDA graph, and each further
+batch of this shape is a copy and a replay of the graph. The graph holds the same operators, so that a resumed run has
+the same bits, although it captures later. All members read the same batches.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from shoal.engine.recipes.program import Program
 from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.captured._compile import executable, warm_up
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
-from shoal.engine.tiers.captured.graphs import RECORDER, clear
+from shoal.engine.tiers.captured.graphs import RECORDER, Graph, clear
 from shoal.engine.tiers.stacked.unit import StackedUnit
-from shoal.engine.tiers.unit import context_lost
+from shoal.engine.tiers.unit import context_lost, out_of_memory
 from shoal.utils.randomness import signed
 from shoal.utils.set_up_times import timed
 
 FEW = 3
 """Batches of a shape that run operator by operator before their step is captured."""
 MOST_SHAPES = 4
-"""The most steps that are captured, since each graph has memory of its own."""
+"""The most steps that are captured."""
+WORTH = 16
+"""Batches that must be left: capturing takes as long as a few of them."""
 
 
 class LoaderUnit(StackedUnit):
@@ -36,6 +39,8 @@ class LoaderUnit(StackedUnit):
         self._seen: Counter[int] = Counter()
         self._captured: dict[int, CapturedBatch | None] = {}
         """By the number of a batch's kind; None if its step cannot be captured."""
+        self._may_capture = True
+        """False once memory was full."""
         self._replayed = False
         """Whether steps were replayed since the host knew which rows still train."""
 
@@ -45,7 +50,16 @@ class LoaderUnit(StackedUnit):
         captured = self._captured_for(program, batch)
         if captured is None:
             self._know_rows()
-            super().advance(program, batch, group, first, last)
+            try:
+                super().advance(program, batch, group, first, last)
+            except Exception as error:
+                if not out_of_memory(error) or not self._captured:
+                    raise
+            else:
+                return
+            self._captured, self._may_capture = {}, False
+            clear()
+            super().advance(program, batch, group, first, last)  # a batch that raised has changed nothing
             return
         counts = [self.members[slot].batches for slot in self.stack.rows]
         losses, logs = captured.run(batch, counts)
@@ -71,17 +85,21 @@ class LoaderUnit(StackedUnit):
         if kind in self._captured:
             return self._captured[kind]
         self._seen[kind] += 1
-        if self._seen[kind] <= FEW or len(self._captured) >= MOST_SHAPES:
+        few = self._seen[kind] <= FEW or max(member.batches_left for member in self.members) < WORTH
+        if few or not self._may_capture or len(self._captured) >= MOST_SHAPES:
             return None
-        self._captured[kind] = None
         if program.trace.checked or program.written:  # a failed check is undone by the host
+            self._captured[kind] = None
             return None
+        beside = next((step.graph for step in self._captured.values() if step is not None), None)
         try:
             with timed("capture"):
-                self._captured[kind] = CapturedBatch(self.stack, program, batch)
-        except Exception as error:
+                self._captured[kind] = CapturedBatch(self.stack, program, batch, beside)
+        except (RuntimeError, NotImplementedError) as error:
             if context_lost(error):
                 raise
+            self._captured[kind] = None
+        if self._captured[kind] is None:
             clear()  # most likely memory is full; without a graph less is needed
         return self._captured[kind]
 
@@ -89,7 +107,8 @@ class LoaderUnit(StackedUnit):
 class CapturedBatch:
     """The captured step of a stack on batches of one shape."""
 
-    def __init__(self, stack: Stack, program: Program, batch: list[Tensor]) -> None:
+    def __init__(self, stack: Stack, program: Program, batch: list[Tensor], beside: Graph | None) -> None:
+        """Capture the step. `beside`: a graph that never runs at the same time, whose memory it may share."""
         size, device, names = len(stack.rows), stack.device, program.trace.log_names
         self._names = names
         self._leaves = [leaf.clone() for leaf in batch]
@@ -111,9 +130,9 @@ class CapturedBatch:
         step = Step(stack, program, rows=0, batch_size=0)  # the batch is given, so no rows are gathered
         self._ready = executable(step, self._inputs, compiled=False)
         """Kept, since the graph reads memory of the step: the limits of its dropout masks, for example."""
-        warm_up(self._ready, step, self._inputs)
+        warm_up(self._ready, step, self._inputs, fuse=False)
         tensors = [*stack_tensors(stack), *self._inputs.tensors()]
-        self._graph = RECORDER.capture([partial(self._ready.run, tensors)], 0)
+        self.graph = RECORDER.capture([partial(self._ready.run, tensors)], 0, beside)
 
     def run(self, batch: list[Tensor], counts: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the step on a batch, and return every row's loss and logs.
@@ -128,6 +147,6 @@ class CapturedBatch:
             inputs.count.copy_(torch.tensor(counts))
         self._counts = [count + 1 for count in counts]
         inputs.tick.zero_()
-        self._graph.replay()
+        self.graph.replay()
         logs = {} if inputs.logs is None else dict(zip(self._names, inputs.logs[0].clone(), strict=True))
         return inputs.losses[0].clone(), logs
