@@ -95,13 +95,13 @@ def test_a_try_that_cost_much_is_repeated_late(monkeypatch: pytest.MonkeyPatch) 
     torch.set_num_threads(1)
     threads = Threads(2)
     threads.run(unit, 4)  # type: ignore[arg-type]
-    assert unit.used == [1, 1, 2, 1]
+    assert unit.used == [1, 2, 1, 1], "one batch of a tenth of a second shows that steps are long enough"
     unit.now += 60
     threads.run(unit, 4)  # type: ignore[arg-type]
     assert unit.used[4:] == [1] * 4
     unit.now += 60
     threads.run(unit, 4)  # type: ignore[arg-type]
-    assert unit.used[8:] == [1, 1, 2, 1]
+    assert unit.used[8:] == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("seconds", "is_busy"), [(0.6, False), (1.5, False), (200.0, True)])

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SMALL_SECONDS = 2e-3
 """A batch that takes less time gains nothing from threads."""
+LONG_SECONDS = 2e-2
+"""A batch that takes more time is long enough for threads, although the first batch is slower than others."""
 TRIES = 4
 """Batches that are timed with several threads, in turns with batches of one thread; the first of each is slower."""
 BETTER, WORSE = 0.9, 2.0
@@ -91,13 +93,15 @@ class Threads:
     def _try(self, unit: Unit) -> None:
         """Run one batch with one thread or with several, and decide as soon as enough is known.
 
-        Two batches of one thread show whether steps are long enough for several, and whether a try is worth it: busy
-        cores are not tried.
+        One batch of one thread, or two where it was short, show whether steps are long enough for several. Busy cores
+        are not tried.
         """
         one, several = self._one_seconds, self._several_seconds
-        if len(one) <= len(several) + 1:
+        first = 1 if one and one[0] > LONG_SECONDS else 2
+        if len(one) < len(several) + first:
             one.append(self._timed(unit, 1, 1))
-            if len(one) == 2 and (min(one) < SMALL_SECONDS or busy(self._most)):
+            known = len(one) == 2 or (len(one) == 1 and one[0] > LONG_SECONDS)
+            if not several and known and (min(one) < SMALL_SECONDS or busy(self._most)):
                 self._several = False
             return
         several.append(self._timed(unit, 1, self._most))
