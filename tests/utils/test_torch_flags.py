@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -177,3 +178,22 @@ def test_a_handler_that_python_cannot_put_back(tmp_path: Path, monkeypatch: pyte
 def test_a_network_without_numbers_is_a_mistake() -> None:
     with pytest.raises(shoal.JobError, match=r"job '0': its parameter weight is on the meta device"):
         shoal.train(jobs(model=lambda: nn.Linear(4, 1, device="meta")), device="cpu")
+
+
+@pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="needs torch with CUDA, and no GPU")
+def test_forked_processes_train_also_where_torch_is_built_for_cuda() -> None:
+    code = """
+        import os, torch, shoal
+        from torch import nn
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        data = torch.randn(8, 2), torch.randn(8, 1)
+        shoal.explain([shoal.Job(model=lambda: nn.Linear(2, 1), data=data, loss=nn.MSELoss(), epochs=1)])
+        with FakeTensorMode():
+            nn.Linear(2, 1)(torch.randn(3, 2)).sum().backward()
+        if not os.fork():
+            torch.ones((), requires_grad=True).backward()
+            os._exit(0)
+        assert os.wait()[1] == 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

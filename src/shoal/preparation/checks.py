@@ -27,6 +27,7 @@ from shoal.jobs.job import Job
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
 from shoal.utils.caches import import_tracer
 from shoal.utils.random_state import restored
+from shoal.utils.torch_flags import start_autograd
 
 
 def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None) -> list[Member]:
@@ -38,6 +39,7 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
     lines = list_problems(jobs)
     if lines:
         raise JobError(*lines)
+    start_autograd()
     import_tracer()
     pool = pool or Pool(device)
     job_names = names(jobs)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,17 @@ def training_mode() -> Iterator[None]:
     """Record operations for a backward pass inside this context, whatever mode the caller is in."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+@cache
+def start_autograd() -> None:
+    """Run a first backward pass where torch is built for CUDA and there is no GPU.
+
+    Fake tensors let torch see a GPU there. Its autograd engine, which looks once, would then start threads, and no
+    forked process could run a backward pass.
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
