@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -49,10 +49,10 @@ def _move_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
     if len(tensors) == 1 or device.type != "cpu":
         return [tensor.contiguous().to(device) for tensor in tensors]
-    stream = torch.cuda.current_stream(tensors[0].device)
+    stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
 
     def move(tensor: Tensor) -> Tensor:
-        with torch.cuda.stream(stream):  # a new thread has the default stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):  # a new thread has the default stream
             with suppress(torch.OutOfMemoryError):  # contiguous as in a flat copy: channels last is slow to send
                 tensor = tensor.contiguous()
             return tensor.to(device).contiguous()
