@@ -1,8 +1,8 @@
 """A stack on a GPU whose members read a DataLoader: each batch is copied to one place, where a captured step reads it.
 
 The first batches of a shape run operator by operator. Then their step is captured as a CUDA graph, and each further
-batch of this shape is a copy and a replay of the graph. The graph holds the same operators, so that a resumed run has
-the same bits, although it captures later. All members read the same batches.
+batch of this shape is a copy and a replay of the graph. The graph holds the same operators, unfused, since a resumed
+run captures later and must compute the same. All members read the same batches.
 """
 
 from __future__ import annotations
