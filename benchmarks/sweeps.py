@@ -251,7 +251,7 @@ def in_a_new_process(name: str, way: str, cache: str, args: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="*", default=list(SWEEPS), choices=list(SWEEPS))
+    parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"of {', '.join(SWEEPS)}; none given: all")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--times", type=int, default=1, help="so many times the epochs")
@@ -261,11 +261,14 @@ def main() -> None:
     parser.add_argument("--way", choices=["loop", "shoal"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    unknown = [name for name in args.sweeps if name not in SWEEPS]
+    if unknown:
+        parser.error(f"there is no sweep {unknown[0]!r}; use {', '.join(SWEEPS)}")
     if args.way:
         one(args)
         return
     rows = []
-    for name in args.sweeps:
+    for name in args.sweeps or SWEEPS:
         if find_spec(SWEEPS[name].needs) is None:
             print(f"{name}: left out, {SWEEPS[name].needs} is not installed", flush=True)
             continue
