@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweeps import SWEEPS, Sweep
 from torch import nn
 
 from shoal.engine.proof.group import group
@@ -25,6 +24,7 @@ from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.units._choose_form import Form, Trials
 from shoal.evidence.bench.stamp import stamp
 from shoal.preparation.checks import prepare
+from sweeps import SWEEPS, Sweep
 
 
 def without_dropout(sweep: Sweep) -> Sweep:
