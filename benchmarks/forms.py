@@ -72,9 +72,10 @@ def main() -> None:
     unknown = [name for name in args.sweeps if name not in SWEEPS]
     if unknown:
         parser.error(f"there is no sweep {unknown[0]!r}; use {', '.join(SWEEPS)}")
+    device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device(args.device)
     rows = []
     for name in args.sweeps or ["mlp", "cnn", "gpt2"]:
-        sweep, device = SWEEPS[name], torch.device(args.device)
+        sweep = SWEEPS[name]
         dropout, none = (measure(s, args.data, device, streams=args.streams) for s in (sweep, without_dropout(sweep)))
         row = {"sweep": name, "dropout": dropout, "no_dropout": none}
         for compiled in (False, True):

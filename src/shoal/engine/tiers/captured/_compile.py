@@ -7,12 +7,13 @@ import importlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,29 +43,61 @@ def executable(step: Step, inputs: Inputs, *, compiled: bool) -> Executable:
     if not compiled:
         return Executable(lambda tensors: step(tensors, inputs), False, 0.0)
     start = time.perf_counter()
-    with warnings.catch_warnings():  # torch warns of its own deprecated code
-        warnings.simplefilter("ignore")
-        importlib.import_module("torch._inductor.lowering")  # a decomposition uses it without importing it
-        from torch._inductor.decomposition import select_decomp_table
-    tensors = [*stack_tensors(step.stack), *inputs.tensors()]
-    fakes = [t.detach() for t in tensors]
+    run = compile_graph(step_graph(step, inputs))
+    return Executable(run, True, time.perf_counter() - start)
+
+
+def step_graph(step: Step, inputs: Inputs) -> GraphModule:
+    """Return the step as a graph of operators, whose inputs are the tensors of its stack and of `inputs`."""
 
     def flat(values: list[Tensor]) -> list[Tensor]:
         step(values, inputs)
         return []
 
+    return _pure_graph(flat, [*stack_tensors(step.stack), *inputs.tensors()])
+
+
+def _pure_graph(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> GraphModule:
+    """Return a function of tensors as a graph whose only mutations are the copies into its inputs at its end."""
+    with warnings.catch_warnings():  # torch warns of its own deprecated code
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.lowering")  # a decomposition uses it without importing it
+        from torch._inductor.decomposition import select_decomp_table
+    fakes = [t.detach() for t in tensors]
     with _LOCK, warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
-        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
+        graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
     with _LOCK, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         pure = functionalize(graph, remove="mutations")
-        graph = make_fx(pure, select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
-    return Executable(_inductor(graph), True, time.perf_counter() - start)
+        decompositions = {**select_decomp_table(), torch.ops.aten.view.default: _view_or_copy()}
+        graph = make_fx(pure, decompositions, tracing_mode="fake", _allow_non_fake_inputs=True)(fakes)
+    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # plain positional inputs instead of make_fx's list
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
-def _inductor(graph: GraphModule) -> Compiled:
-    """Compile a graph whose only mutations are the copies into its inputs at its end.
+def _view_or_copy() -> Callable[..., Tensor]:
+    """Return a decomposition of a view, for a graph in which nothing writes to views: it makes a copy if an operator's
+    decomposition has given the tensor other strides than the operator, so that it cannot be viewed."""
+    entered = False
+
+    def view(tensor: Tensor, size: Sequence[int]) -> Tensor:
+        nonlocal entered
+        if entered:  # the view that `reshape` asks for
+            return NotImplemented
+        entered = True
+        try:
+            return tensor.reshape(size)
+        finally:
+            entered = False
+
+    return view
+
+
+def compile_graph(graph: GraphModule) -> Compiled:
+    """Compile what `step_graph` returned, or load it if Inductor finds it in its cache.
 
     AOTAutograd is not used, because the backward pass is already in the graph, and no two inputs overlap.
     """
@@ -74,13 +107,12 @@ def _inductor(graph: GraphModule) -> Compiled:
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
         from torch._inductor.virtualized import V
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    graph.graph.set_codegen(torch.fx.graph.CodeGen())  # plain positional inputs instead of make_fx's list
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     mode = inputs[0].fake_mode
-    with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode):
+    mode.shape_env = ShapeEnv()  # no shape varies, but without one Inductor does not use its cache
+    with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         joint_graph_passes(graph)
         with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES), _large_apart():
