@@ -59,6 +59,15 @@ def test_the_deterministic_switch() -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}])
+def test_a_deterministic_job_has_the_same_bits_in_any_company(changes: dict[str, Any]) -> None:
+    jobs = [job(name=f"{seed}", seed=seed, **changes) for seed in range(6)]
+    alone = shoal.train(jobs[:1], device="cuda", deterministic=True)[0].model.state_dict()
+    for count in (2, 6):
+        result = shoal.train(jobs[:count], device="cuda", deterministic=True)[0]
+        assert all(torch.equal(value, alone[name]) for name, value in result.model.state_dict().items())
+
+
 def test_data_is_on_the_device_once() -> None:
     x, y = torch.randn(1 << 19, 64), torch.zeros(1 << 19, dtype=torch.int64)
     torch.zeros(1, device="cuda")  # with CUDA in use here the run stays in this process, where `seen` is

@@ -62,13 +62,56 @@ def recipes(count: int, steps: int, **changes: Any) -> tuple[list[Recipe], Trace
     return [trace_cache.recipe(member) for member in prepare(jobs, torch.device("cpu"))], trace_cache
 
 
-def chosen(count: int, steps: int, compile: Any = False, **changes: Any) -> Form:
+def chosen_unit(count: int, steps: int, compile: Any, **changes: Any) -> tuple[Form, CapturedUnit]:
     made, trace_cache = recipes(count, steps, **changes)
     found = _choose_form.choose(made, trace_cache, trace_cache.executables, compile)
     assert found is not None
     form, unit = found
     assert unit.tier == form.tier and unit.compiled == form.compiled and len(unit.members) == count
-    return form
+    return form, unit
+
+
+def chosen(count: int, steps: int, compile: Any = False, **changes: Any) -> Form:
+    return chosen_unit(count, steps, compile, **changes)[0]
+
+
+def test_how_long_training_is_decides_how_it_is_compiled(tried: list[str]) -> None:
+    """A step takes 0.1 ms, compiling about 7 s."""
+    form, unit = chosen_unit(4, 10**4, "auto")
+    assert form.name == "stacked" and unit._background is None, "a second is too short for it"
+    form, unit = chosen_unit(4, 2 * 10**5, "auto")
+    assert form.name == "stacked" and unit._background is not None, "20 s: in another process, meanwhile"
+    assert chosen_unit(4, 2 * 10**5, False)[1]._background is None, "it is not wanted"
+    assert tried == ["stacked", "streams"], "the other form was tried for compile=False only"
+    assert chosen(4, 10**9, "auto").name == "stacked compiled", "a day: before training, and all forms are tried"
+
+
+@pytest.mark.parametrize(("seconds", "name"), [(5e-5, "stacked compiled"), (9.9e-5, "stacked"), (2e-4, "stacked")])
+def test_what_another_process_compiled_is_used_by_the_next_run(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, name: str
+) -> None:
+    _, unit = chosen_unit(4, 2 * 10**5, "auto")
+    assert unit._background is not None
+    unit._background._measured(seconds, 2.0)
+    another_process(monkeypatch)
+    monkeypatch.setitem(SECONDS, "stacked compiled", seconds)
+    form, unit = chosen_unit(4, 2 * 10**5, "auto")
+    assert form.name == name
+    slower = seconds > SECONDS["stacked"]
+    assert unit._background is None if slower or form.compiled else unit._background is not None
+    assert chosen(4, 10**4, "auto").name == "stacked", "loading takes longer than it saves"
+
+
+def test_the_form_of_a_deterministic_run_follows_from_the_job_alone(tried: list[str]) -> None:
+    for count in (1, 4):
+        made, _ = recipes(count, 10**9)
+        found = _choose_form.choose(
+            made, trace_cache := TraceCache(deterministic=True), trace_cache.executables, "auto"
+        )
+        assert found is not None and found[0].name == "streams" and found[1]._background is None
+        asked = _choose_form.choose(made, trace_cache, trace_cache.executables, True)
+        assert asked is not None and asked[0].name == "streams compiled"
+    assert set(tried) == {"streams", "streams compiled"}
 
 
 def test_few_steps_take_the_first_form(tried: list[str]) -> None:

@@ -315,9 +315,7 @@ class PlanningContext:
 
     def _note_forms(self, units: Sequence[Unit]) -> None:
         previous = dict(self.forms)
-        for unit in units:
-            name = unit.tier + (perf_cache.COMPILED if getattr(unit, "compiled", False) else "")
-            self.forms |= {member.index: name for member in unit.members}
+        self.forms |= {member.index: unit.form for unit in units for member in unit.members}
         if self.forms != previous and self._forms_changed is not None:
             self._forms_changed(self.forms)
 
@@ -378,6 +376,8 @@ class PlanningContext:
         part = self._parts.get(runner.number)
         if part is not None and seconds > 0:
             part.note(seconds, batches, used)
+        if self.gpu and runner.members and self.forms.get(runner.members[0].index) != runner.unit.form:
+            self._note_forms([runner.unit])
         return used
 
     def note_full_memory(self, members: Sequence[Member]) -> None:

@@ -46,6 +46,11 @@ class Unit(ABC):
             Alone: If some members cannot run the batch together with others; it is undone for all of them.
         """
 
+    @property
+    def form(self) -> str:
+        """The tier, and whether the step is compiled, as run folders and the performance cache name it."""
+        return self.tier
+
     def begin_reading(self) -> None:  # noqa: B027  # most data needs no opening
         """Open data that members read together with those of other units. Called before any unit's turn."""
 

@@ -2,8 +2,9 @@
 
 The candidates are one stack of all members, and each member's own step on parallel streams. The first candidate is
 built, captured and timed, and its steps are undone. If so little work is left that no other form could save the time of
-trying it, that unit trains. Otherwise other forms are tried in the same way, compiled ones too. Measurements (seconds,
-bytes) are stored on disk, see `perf_cache`, so that later runs decide without trying again.
+trying it, that unit trains; if compiling could pay, its step is compiled in another process meanwhile. If much more
+work is left, other forms are tried before training, compiled ones too. Measurements (seconds, bytes) are stored on
+disk, see `perf_cache`, so that later runs decide without trying again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from shoal.data.source import TensorSource
 from shoal.engine.planning import perf_cache
@@ -31,11 +31,12 @@ from shoal.utils.set_up_times import timed
 _PACKAGE = Path(__file__).parents[2]
 COMPILED_GAIN = 0.5
 """The share of an uncompiled step's time that compiling is assumed to save until it has been measured."""
+MEANWHILE = 1.5
+"""Compiling in another process pays if training takes so many times as long as compiling."""
+ALL_FORMS = 20
+"""If training takes so many times as long as compiling, all forms are tried before it."""
 FORM_GAIN = 0.5
 """The share of a step's time that another form is assumed to save."""
-REPLAYS = 10
-ENOUGH_SECONDS = 0.1
-"""Replays are timed three times, or until so many seconds have passed."""
 SMALL = 50_000
 """Convolutional networks of up to so many weights are tried as a stack first, which is faster to set up than
 streams."""
@@ -101,17 +102,37 @@ def choose(
     """
     trials = Trials(recipes, trace_cache, cache)
     with timed("trials"):
-        previous = _form_named(recorded, len(recipes), compile, stackable)
-        form = None if previous is None else trials.time(previous)
-        if form is not None and form.compiled and not trials.made_here(form):
-            form = trials.confirm(form)
-        if form is not None:
-            return form, trials.unit(form)
-        form = _choose(trials, compile, stackable)
-        while form is not None and form.compiled and not trials.made_here(form):
-            trials.confirm(form)
+        if trace_cache.deterministic:
+            form = _alone(trials, compile)
+            return None if form is None else (form, trials.unit(form))
+        form = _recorded_form(trials, recorded, compile, stackable)
+        if form is None:
             form = _choose(trials, compile, stackable)
-    return None if form is None else (form, trials.unit(form))
+            while form is not None and form.compiled and not trials.made_here(form):
+                trials.confirm(form)
+                form = _choose(trials, compile, stackable)
+    if form is None:
+        return None
+    unit = trials.unit(form)
+    if compile == "auto" and not form.compiled and _pays_meanwhile(trials, form):
+        unit.compile_meanwhile(partial(trials.note_compiled, form))
+    return form, unit
+
+
+def _alone(trials: Trials, compile: bool | Literal["auto"]) -> Form | None:
+    """Return the form in which a member's bits depend neither on other members nor on measured times: each by itself,
+    compiled only if that is asked for."""
+    compiled = trials.confirm(Form(1, True)) if compile is True else None
+    return compiled or trials.time(Form(1, False))
+
+
+def _recorded_form(trials: Trials, name: str, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
+    """Return the form that these members had in the run that is resumed, if it can be captured here."""
+    previous = _form_named(name, len(trials.recipes), compile, stackable)
+    form = None if previous is None else trials.time(previous)
+    if form is not None and form.compiled and not trials.made_here(form):
+        form = trials.confirm(form)
+    return form
 
 
 def _form_named(name: str, count: int, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
@@ -163,6 +184,10 @@ class Trials:
         """Return whether this process has tried a form."""
         trial = _trials.get(self._trial_key(form))
         return form.name in self._failed or (trial is not None and trial.here)
+
+    def is_built(self, form: Form) -> bool:
+        """Return whether the unit of the last trial has this form."""
+        return self._last is not None and self._last[0].name == form.name
 
     def known(self, form: Form) -> _Trial | None:
         """Return an earlier trial with as many members, or None if there was none or it failed."""
@@ -229,6 +254,12 @@ class Trials:
         self._bytes = unit.set_up_bytes - bytes_before
         return measured, unit
 
+    def note_compiled(self, form: Form, seconds: float, load_seconds: float) -> None:
+        """Store the measurements of a step that was compiled in another process, in place of that of this form."""
+        compiled = replace(form, compiled=True, seconds=seconds, compile_seconds=load_seconds)
+        self.spent, self._bytes = load_seconds, 0
+        self._remember(compiled)
+
     def _remember(self, form: Form) -> None:
         _trials[self._trial_key(form)] = _Trial(form, self.spent)
         perf_cache.note(
@@ -239,12 +270,10 @@ class Trials:
 
 def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
     """Return the form with the shortest step, trying no more forms than the remaining work is worth."""
-    recipes = trials.recipes
-    graph = next(iter(recipes[0].steps.values()))
-    count = len(recipes)
-    streams_first = _convolves(graph) and _weights(recipes[0]) > SMALL and _operations(graph) > FEW_OPERATIONS
+    graph, count = next(iter(trials.recipes[0].steps.values())), len(trials.recipes)
+    streams_first = _convolves(graph) and _weights(trials.recipes[0]) > SMALL and _operations(graph) > FEW_OPERATIONS
     order = [1] if count == 1 or not stackable else [1, count] if streams_first else [count, 1]
-    steps = max(num_steps(recipe.member) - recipe.member.step for recipe in recipes)
+    steps = _steps_left(trials)
     plain = trials.time(Form(order[0], False))
     if compile is False:
         second_cost = trials.spent * (count if order[-1] == 1 else 1)
@@ -256,17 +285,49 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
         ):
             return plain
         return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
-    compile_estimate = 5.0 + 0.15 * len(graph.nodes)
-    if compile == "auto" and plain is not None and steps * plain.seconds * COMPILED_GAIN < compile_estimate:
-        return plain
+    estimate = _compile_estimate(graph)
+    if compile == "auto" and plain is not None and steps * plain.seconds < ALL_FORMS * estimate:
+        return _plain_or_found(trials, plain, steps)
     first = trials.time(Form(order[0], True))
     if first is not None and (
         len(order) == 1
         or _fills_device(first, count)
-        or steps * first.seconds * COMPILED_GAIN < max(compile_estimate, first.compile_seconds)
+        or steps * first.seconds * COMPILED_GAIN < max(estimate, first.compile_seconds)
     ):
         return _best([plain, first])
     return _best([plain, first, *(trials.time(Form(chunk, True)) for chunk in order[1:])])
+
+
+def _plain_or_found(trials: Trials, plain: Form, steps: int) -> Form:
+    """Return the compiled form if an earlier run has compiled it and loading it saves time, otherwise the plain one."""
+    earlier = trials.known(replace(plain, compiled=True))
+    if earlier is None or earlier.form is None:
+        return plain
+    saved = steps * (plain.seconds - earlier.form.seconds)
+    load_seconds = 0.0 if trials.is_built(earlier.form) else earlier.form.compile_seconds
+    return earlier.form if saved > load_seconds else plain
+
+
+def _pays_meanwhile(trials: Trials, plain: Form) -> bool:
+    """Return whether compiling this form's step while it trains could pay, as far as is known."""
+    compiled = replace(plain, compiled=True)
+    earlier = trials.known(compiled)
+    if earlier is None and trials.made_here(compiled):
+        return False  # it failed
+    if earlier is not None and earlier.form is not None and earlier.form.seconds >= plain.seconds:
+        return False
+    graph = next(iter(trials.recipes[0].steps.values()))
+    return _steps_left(trials) * plain.seconds > MEANWHILE * _compile_estimate(graph)
+
+
+def _steps_left(trials: Trials) -> int:
+    """Return the most steps that a member still has."""
+    return max(num_steps(recipe.member) - recipe.member.step for recipe in trials.recipes)
+
+
+def _compile_estimate(graph: Trace) -> float:
+    """Return about how many seconds it takes to compile a step."""
+    return 5.0 + 0.15 * len(graph.nodes)
 
 
 def _fills_device(form: Form, count: int) -> bool:
@@ -281,20 +342,9 @@ def _best(forms: list[Form | None]) -> Form | None:
 def _time_replays(unit: CapturedUnit, form: Form) -> Form:
     """Time replays of the unit's captured step, and return the form with its measurements."""
     graph = unit.graph(RECORDER)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    best, total = float("inf"), 0.0
     with unit.trying():
-        while total < ENOUGH_SECONDS and total < 3 * REPLAYS * best:
-            start.record()
-            for _ in range(REPLAYS):
-                unit.rewind()
-                graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            seconds = start.elapsed_time(end) / 1e3
-            best, total = min(best, seconds / REPLAYS), total + seconds
-    unit.step_seconds = best
-    return replace(form, seconds=best, compile_seconds=unit.compile_seconds)
+        unit.step_seconds = RECORDER.time(graph, unit.rewind)
+    return replace(form, seconds=unit.step_seconds, compile_seconds=unit.compile_seconds)
 
 
 def _weights(recipe: Recipe) -> int:

@@ -16,6 +16,8 @@ from shoal.engine.tiers.unit import Unit
 from shoal.engine.units._choose_form import READ_AS_TRAINING_GOES, choose, why_not
 from shoal.engine.units.build import stacked_units
 
+DETERMINISTIC = "deterministic=True: each job runs by itself, so that no other job changes its bits"
+
 
 def arrange(
     groups: list[Group],
@@ -62,16 +64,19 @@ def _arrange_group(
     members = [recipe.member for recipe in recipes]
     indices, names = [m.index for m in members], [m.name for m in members]
     obstacle = why_not(recipes[0])
+    stackable = group.stackable and not trace_cache.deterministic
+    if group.stackable and not stackable:
+        reason = DETERMINISTIC
     if members[0].batched and not obstacle:
-        if group.stackable:
+        if stackable:
             return Part("stacked", indices, names, reason), stacked_units(recipes, trace_cache, LoaderUnit)
         obstacle = READ_AS_TRAINING_GOES
     chosen = None
     if not obstacle:
-        chosen = choose(recipes, trace_cache, cache, compile, stackable=group.stackable, recorded=recorded)
+        chosen = choose(recipes, trace_cache, cache, compile, stackable=stackable, recorded=recorded)
     if chosen is None:
         why = f"{reason}; not captured: {obstacle or 'the device refused'}"
-        if not group.stackable:
+        if not stackable:
             return Part("serial", indices, names, why), [SerialUnit(member) for member in members]
         return Part("stacked", indices, names, why), stacked_units(recipes, trace_cache)
     form, unit = chosen

@@ -156,6 +156,32 @@ def test_every_form_equals_the_reference_loop(compiled: bool, chunk: int, model:
             assert float((value.double().cpu() - theirs[name].double()).abs().max()) <= 1e-9 * max(scale, 1e-12), name
 
 
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_step_that_is_compiled_meanwhile_equals_the_reference_loop(chunk: int) -> None:
+    class Patient(CapturedExecutor):
+        """Waits for the other process after its first turn."""
+
+        def run(self, work: Any, meanwhile: Any = None) -> Any:
+            outcomes = super().run(work, meanwhile)
+            if unit._background is not None and unit._background._process is not None:
+                unit._background._process._process.wait()
+            return outcomes
+
+    jobs = [job(i, val=None, batch_size=16) for i in range(4)]
+    members, trace_cache = prepare(jobs, torch.device("cuda", 0)), TraceCache()
+    unit = CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=chunk, compiled=False)
+    unit.step_seconds = math.inf
+    measured: list[float] = []
+    unit.compile_meanwhile(lambda *seconds: measured.extend(seconds))
+    run([unit], Patient())
+    assert unit.compiled and len(measured) == 2
+    for member, own in zip(members, jobs, strict=True):
+        theirs = solo(own, "cuda").model.state_dict()
+        for name, value in member.model.state_dict().items():
+            scale = float(theirs[name].double().abs().max())
+            assert float((value.double().cpu() - theirs[name].double()).abs().max()) <= 1e-9 * max(scale, 1e-12), name
+
+
 def test_a_float32_member_is_as_close_as_another_summation_order() -> None:
     float_data = (X.float(), Y)
     jobs = [job(i, model=lambda: Net(0.0).float(), data=float_data, val=None, epochs=2) for i in range(4)]

@@ -3,13 +3,16 @@ Inductor."""
 
 from __future__ import annotations
 
+import copyreg
 import importlib
+import pkgutil
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,12 +81,12 @@ def _pure_graph(function: Callable[[list[Tensor]], list[Tensor]], tensors: Seque
     return graph
 
 
-def _view_or_copy() -> Callable[..., Tensor]:
+def _view_or_copy() -> Callable[..., Any]:
     """Return a decomposition of a view, for a graph in which nothing writes to views: it makes a copy if an operator's
     decomposition has given the tensor other strides than the operator, so that it cannot be viewed."""
     entered = False
 
-    def view(tensor: Tensor, size: Sequence[int]) -> Tensor:
+    def view(tensor: Tensor, size: Sequence[int]) -> Any:
         nonlocal entered
         if entered:  # the view that `reshape` asks for
             return NotImplemented
@@ -96,10 +99,13 @@ def _view_or_copy() -> Callable[..., Tensor]:
     return view
 
 
-def compile_graph(graph: GraphModule) -> Compiled:
+def compile_graph(graph: GraphModule, *, only_load: bool = False) -> Compiled:
     """Compile what `step_graph` returned, or load it if Inductor finds it in its cache.
 
     AOTAutograd is not used, because the backward pass is already in the graph, and no two inputs overlap.
+
+    Args:
+        only_load: Raise an error where it is not in the cache.
     """
     with warnings.catch_warnings():  # torch warns of its own deprecated code
         warnings.simplefilter("ignore")
@@ -115,7 +121,12 @@ def compile_graph(graph: GraphModule) -> Compiled:
     with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         joint_graph_passes(graph)
-        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES), _large_apart():
+        with (
+            config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES),
+            _large_apart(),
+            _same_keys(),
+            _no_compiling() if only_load else nullcontext(),
+        ):
             compiled = compile_fx_inner(graph, inputs)
 
     def run(tensors: list[Tensor]) -> None:
@@ -138,6 +149,43 @@ def _large_apart() -> Iterator[None]:
         combos.LARGE_NUMELS = before
 
 
+@contextmanager
+def _no_compiling() -> Iterator[None]:
+    """Raise an error inside this context instead of compiling what is not in Inductor's cache."""
+    from torch._inductor import compile_fx
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not in the cache")
+
+    before = compile_fx.fx_codegen_and_compile
+    compile_fx.fx_codegen_and_compile = refuse
+    try:
+        yield
+    finally:
+        compile_fx.fx_codegen_and_compile = before
+
+
+@contextmanager
+def _same_keys() -> Iterator[None]:
+    """Give equal graphs equal keys in Inductor's cache inside this context, whatever this process has imported.
+
+    A key is made from pickles, and pickle names a memory format after any module that has imported torch.
+    """
+    before = copyreg.dispatch_table.get(torch.memory_format)
+    copyreg.pickle(torch.memory_format, _reduce_memory_format)
+    try:
+        yield
+    finally:
+        if before is None:
+            del copyreg.dispatch_table[torch.memory_format]
+        else:
+            copyreg.dispatch_table[torch.memory_format] = before
+
+
+def _reduce_memory_format(memory_format: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:
+    return pkgutil.resolve_name, (str(memory_format).replace(".", ":"),)
+
+
 def warm_up(ready: Executable, step: Step, inputs: Inputs, *, fuse: bool = True) -> None:
     """Run the step once on copies, so that nothing is built, loaded or tuned during capture.
 
@@ -145,9 +193,15 @@ def warm_up(ready: Executable, step: Step, inputs: Inputs, *, fuse: bool = True)
         fuse: Whether to make fused kernels of the elementwise operators, which may round differently.
     """
     copies = [
-        tensor.detach() if place in step.stack.shared else tensor.detach().clone()  # no step writes to shared tensors
+        tensor.detach() if place in step.stack.shared else _copy(tensor)  # no step writes to shared tensors
         for place, tensor in enumerate(stack_tensors(step.stack))
     ]
     if fuse and not ready.compiled:
         step.fuse(bind_stack(step.stack, copies), inputs_like(inputs))
     ready.run([*copies, *inputs_like(inputs).tensors()])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, which a compiled step relies on."""
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor.detach())

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
@@ -20,7 +21,7 @@ from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import Stack
 from shoal.engine.stack.stacked_optimizer import StackedOptimizer
-from shoal.engine.tiers.captured._compile import Executable, executable, warm_up
+from shoal.engine.tiers.captured._compile import Executable, executable, step_graph, warm_up
 from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -262,14 +263,7 @@ class Chunk:
         if rows in self._ready:
             return 0.0
         step, compiled = self.step(rows), self.compiled and full
-        traces = tuple(self.stack.recipes[row].steps[rows].number for row in self.stack.rows)
-        rules = tuple(
-            (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
-            for part in self.stack.optimizer.ruled()
-        )
-        clipping = (self.stack.clip_limits is None, self.stack.clips_by_value)
-        extras = (*clipping, self.stack.shared, *(table is None for table in self.inputs.tables))
-        key = (traces, rules, extras, self.solo, self.shared, compiled, rows)
+        key = self.key(rows, compiled=compiled)
         new, known = key not in self.cache, self.cache.get(key)
         if isinstance(known, Fused):
             step.fused = known
@@ -279,6 +273,37 @@ class Chunk:
             self.cache[key] = ready if compiled else step.fused
         self._ready[rows] = ready
         return ready.seconds if new else 0.0
+
+    def key(self, rows: int, *, compiled: bool) -> Hashable:
+        """Return the key of the step on `rows` rows in the cache."""
+        traces = tuple(self.stack.recipes[row].steps[rows].number for row in self.stack.rows)
+        rules = tuple(
+            (part.span.start, part.span.stop, *((repr(rule), tuple(held)) for rule, held in part.groups))
+            for part in self.stack.optimizer.ruled()
+        )
+        clipping = (self.stack.clip_limits is None, self.stack.clips_by_value)
+        extras = (*clipping, self.stack.shared, *(table is None for table in self.inputs.tables))
+        return traces, rules, extras, self.solo, self.shared, compiled, rows
+
+    def graph(self, rows: int) -> GraphModule:
+        """Return the step on this many rows as a graph that can be compiled."""
+        return step_graph(self.step(rows), self.inputs)
+
+    def ready(self, rows: int) -> Executable | None:
+        """Return the step on this many rows, if it has been made ready."""
+        return self._ready.get(rows)
+
+    def use(self, rows: int, ready: Executable | None) -> None:
+        """Use this step on full batches, of `rows` rows; None: make it ready again when it is needed."""
+        self.compiled = ready is not None and ready.compiled
+        self._ready.pop(rows, None)
+        if ready is not None:
+            self._ready[rows] = ready
+
+    def warm_up(self, rows: int, ready: Executable) -> None:
+        """Run a compiled step on `rows` rows once, and let similar chunks use it, too."""
+        warm_up(ready, self.step(rows), self.inputs)
+        self.cache[self.key(rows, compiled=True)] = ready
 
     def branch(self, rows: int) -> Callable[[], None]:
         """Return one step on this many rows, to be captured, on the tensors of this chunk."""

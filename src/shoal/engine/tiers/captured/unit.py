@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
-from shoal.engine.planning import memory
+from shoal.engine.planning import memory, perf_cache
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack import transfer
+from shoal.engine.tiers.captured.background import BackgroundCompile, Measured
 from shoal.engine.tiers.captured.chunk import Cache, Chunk
 from shoal.engine.tiers.captured.graphs import LANES, SPARE, Graph, Recorder, clear, held, scarce
 from shoal.engine.tiers.unit import Findings, Unit, member_output, stack_outputs
@@ -55,13 +56,19 @@ class CapturedUnit(Unit):
         """The seconds of a step, and of making it ready, if known."""
         self.set_up_bytes = 0
         """The most bytes that the allocator held while steps were made ready."""
+        self._background: BackgroundCompile | None = None
         self._crowded = False
-        self._full = min(recipes[0].member.job.batch_size, recipes[0].member.shape_rows)
+        self.full = min(recipes[0].member.job.batch_size, recipes[0].member.shape_rows)
+        """The rows of a full batch."""
         self._short: list[int] = []
         self._mixed = False
         """Whether some members have a full batch now and others a short one."""
         self._batches = 0
         self._seated()
+
+    @property
+    def form(self) -> str:
+        return self.tier + perf_cache.COMPILED if self.compiled else self.tier
 
     def _seated(self) -> None:
         """Update the list of members from the chunks."""
@@ -69,10 +76,10 @@ class CapturedUnit(Unit):
 
     def graph(self, recorder: Recorder, rows: int | None = None) -> Graph:
         """Return the graph of a step of all chunks on batches of `rows` rows (None for full ones), captured once."""
-        rows = self._full if rows is None else rows
+        rows = self.full if rows is None else rows
         if rows not in self.graphs:
             with timed("capture") as spent:
-                self.compile_seconds += sum(chunk.prepare(rows, rows == self._full) for chunk in self.chunks)
+                self.compile_seconds += sum(chunk.prepare(rows, rows == self.full) for chunk in self.chunks)
                 branches = [chunk.branch(rows) for chunk in self.chunks]
                 warm = sum(held())
                 self._make_sure()
@@ -89,20 +96,23 @@ class CapturedUnit(Unit):
         others."""
         self._fit()
         self._batches = batches
-        last = {member.rows_in(batches) - (batches - 1) * self._full for member in self.members}
+        last = {member.rows_in(batches) - (batches - 1) * self.full for member in self.members}
         assert len(last) == 1 or batches == 1, "members with batches of different sizes go one batch at a time"
-        self._short = [size for size in last if size != self._full]
+        self._short = [size for size in last if size != self.full]
         self._mixed = len(last) > 1
         full = batches if self._mixed or not self._short else batches - 1
         for chunk in self.chunks:
-            chunk.load(batches, self._full if full else self._short[0])
+            chunk.load(batches, self.full if full else self._short[0])
         raising = [chunk.stack.optimizer.raises_in for chunk in self.chunks]
         last_step = min((step for step in raising if step is not None), default=batches)
         return full if last_step == batches else self.load(last_step)  # a schedule that raises ends its member
 
     def ready(self, recorder: Recorder) -> Graph | None:
         """Return the full batch's graph, or None if so few batches are left that they are run operator by operator."""
-        if self._full in self.graphs or self.compiled or self._coming(self._full) >= FEW:
+        if self._background is not None and self._background.ended():
+            self._background.take_over(recorder)
+            self._end_background()
+        if self.full in self.graphs or self.compiled or self._coming(self.full) >= FEW:
             return self.graph(recorder)
         self._make_sure()
         return None
@@ -126,7 +136,7 @@ class CapturedUnit(Unit):
 
     def _coming(self, rows: int) -> int:
         """Return the largest number of batches of this many rows that a member still has."""
-        return max(batches_left(member, full=rows == self._full) for member in self.members)
+        return max(batches_left(member, full=rows == self.full) for member in self.members)
 
     def _fit(self) -> None:
         """Drop free rows if they are at least half of all rows and that saves time."""
@@ -136,12 +146,13 @@ class CapturedUnit(Unit):
         chunks = self.chunks if len(chunks) > len(self.chunks) // 2 else chunks
         chunks = [chunk.fitted() for chunk in chunks]
         if any(a is not b for a, b in zip(chunks, self.chunks, strict=False)) or len(chunks) != len(self.chunks):
+            self._end_background()  # the new stacks have other shapes
             self.chunks, self.graphs = chunks, {}
             self._seated()
 
     def _worth_fitting(self) -> bool:
         """Return whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
-        saved = FITTING_GAIN * self.step_seconds * self._coming(self._full)
+        saved = FITTING_GAIN * self.step_seconds * self._coming(self.full)
         if self._crowded or not self.step_seconds or saved > self.set_up_seconds:
             return True
         return self.members[0].device.type == "cuda" and scarce()
@@ -150,7 +161,7 @@ class CapturedUnit(Unit):
         """Run a batch of `rows` rows (None for a full one), operator by operator."""
         for chunk in self.chunks:
             if chunk.members:
-                chunk.batch(self._full if rows is None else rows)
+                chunk.batch(self.full if rows is None else rows)
 
     def finish(self) -> None:
         """Run the last batch of members for which it is not full."""
@@ -196,6 +207,20 @@ class CapturedUnit(Unit):
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
 
+    def compile_meanwhile(self, measured: Measured) -> None:
+        """Compile the step on full batches in another process while the unit trains, and use it from then on if it is
+        faster. Nothing happens if its chunks have different steps."""
+        if len({chunk.key(self.full, compiled=True) for chunk in self.chunks}) == 1:
+            self._background = BackgroundCompile(self, measured)
+
+    def end_reading(self) -> None:
+        self._end_background()
+
+    def _end_background(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
     # --- epochs -----------------------------------------------------------------------------------------------------
 
     def rates(self) -> list[float]:
@@ -225,6 +250,8 @@ class CapturedUnit(Unit):
             chunk.view.write_back(rows)
 
     def look_ahead(self, ending: list[int]) -> None:
+        if self._background is not None:
+            self._background.begin()
         for chunk in self.chunks:
             chunk.look_ahead()
         for chunk, rows in self._rows(set(ending)):
