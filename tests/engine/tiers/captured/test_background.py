@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -225,6 +227,26 @@ def test_the_process_ends_with_the_unit(monkeypatch: pytest.MonkeyPatch) -> None
     assert trained._background is compiling, "it is started once"
     trained.end_reading()
     assert gone(compiling._process.pid) and trained._background is None
+
+
+def test_the_process_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_PROGRAM", SLOW)
+    trained = unit()
+    trained.compile_meanwhile(lambda *seconds: None)
+    trained.look_ahead([])
+    assert trained._background is not None and trained._background._process is not None
+    group = trained._background._process.pid
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the copy uses nothing of theirs
+        copy = os.fork()
+    if not copy:
+        trained._background._process.close()
+        os._exit(0)
+    os.waitpid(copy, 0)
+    assert not gone(group), "a forked process does not end it"
+    del trained
+    gc.collect()
+    assert gone(group)
 
 
 def test_the_process_ends_with_a_stack_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ class CompileProcess:
         self._start = time.monotonic()
         self.seconds = 0.0
         """How long it took, once it has ended."""
-        read_end, self._write_end = os.pipe()
+        read_end, write_end = os.pipe()
         try:
             with tempfile.TemporaryFile() as file:
                 file.write(_serialized(graph))
@@ -138,14 +139,13 @@ class CompileProcess:
                     start_new_session=True, env=_environment(),
                 )  # fmt: skip
         except BaseException:
-            os.close(self._write_end)
+            os.close(write_end)
             raise
         finally:
             os.close(read_end)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
+        self.close = weakref.finalize(self, _end, self._process, write_end, os.getpid())
+        """End it now, with the processes that it has started, which also happens when this object is deleted."""
 
     def ended(self) -> bool:
         """Return whether it has ended, and note how long it took."""
@@ -157,14 +157,16 @@ class CompileProcess:
     def succeeded(self) -> bool:
         return self._process.returncode == 0
 
-    def close(self) -> None:
-        """End it now, with the processes that it has started."""
-        if not self.ended():
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        with suppress(OSError):
-            os.close(self._write_end)
+
+def _end(process: subprocess.Popen[bytes], write_end: int, owner: int) -> None:
+    """End a process and those that it has started; in a forked copy of the owner nothing happens."""
+    if os.getpid() != owner:
+        return
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    os.close(write_end)
 
 
 def _settings() -> dict[str, Any]:
