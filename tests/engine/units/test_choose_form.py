@@ -76,7 +76,7 @@ def chosen(count: int, steps: int, compile: Any = False, **changes: Any) -> Form
 
 
 def test_how_long_training_is_decides_how_it_is_compiled(tried: list[str]) -> None:
-    """A step takes 0.1 ms, compiling about 7 s."""
+    """A step takes 0.1 ms, compiling about 14 s."""
     form, unit = chosen_unit(4, 10**4, "auto")
     assert form.name == "stacked" and unit._background is None, "a second is too short for it"
     form, unit = chosen_unit(4, 2 * 10**5, "auto")
