@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -215,47 +215,54 @@ def unit() -> CapturedUnit:
     return CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=3, compiled=False)
 
 
-def test_the_process_ends_with_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CapturedUnit]]:
+    """A unit whose step is being compiled, as the only reference to it."""
     monkeypatch.setattr(background, "_PROGRAM", SLOW)
     trained = unit()
     trained.compile_meanwhile(lambda *seconds: None)
     trained.look_ahead([])
-    compiling = trained._background
-    assert isinstance(compiling, BackgroundCompile) and compiling._process is not None
-    assert not compiling.ended() and not gone(compiling._process.pid)
+    units = [trained]
+    del trained
+    yield units
+    for each in units:
+        each.end_reading()
+
+
+def group_of(unit: CapturedUnit) -> int:
+    assert isinstance(unit._background, BackgroundCompile) and unit._background._process is not None
+    assert not unit._background.ended() and not gone(unit._background._process.pid)
+    return unit._background._process.pid
+
+
+def test_the_process_ends_with_the_unit(compiling: list[CapturedUnit]) -> None:
+    (trained,) = compiling
+    group = group_of(trained)
     trained.look_ahead([])
-    assert trained._background is compiling, "it is started once"
+    assert group_of(trained) == group, "it is started once"
     trained.end_reading()
-    assert gone(compiling._process.pid) and trained._background is None
+    assert gone(group) and trained._background is None
 
 
-def test_the_process_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_PROGRAM", SLOW)
-    trained = unit()
-    trained.compile_meanwhile(lambda *seconds: None)
-    trained.look_ahead([])
-    assert trained._background is not None and trained._background._process is not None
-    group = trained._background._process.pid
+def test_the_process_ends_with_a_run_that_fails(compiling: list[CapturedUnit]) -> None:
+    group = group_of(compiling[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the copy uses nothing of theirs
         copy = os.fork()
     if not copy:
-        trained._background._process.close()
+        compiling.clear()
+        gc.collect()
         os._exit(0)
     os.waitpid(copy, 0)
     assert not gone(group), "a forked process does not end it"
-    del trained
+    compiling.clear()
     gc.collect()
     assert gone(group)
 
 
-def test_the_process_ends_with_a_stack_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_PROGRAM", SLOW)
-    trained = unit()
-    trained.compile_meanwhile(lambda *seconds: None)
-    trained.look_ahead([])
-    assert trained._background is not None and trained._background._process is not None
-    group = trained._background._process.pid
+def test_the_process_ends_with_a_stack_of_another_size(compiling: list[CapturedUnit]) -> None:
+    (trained,) = compiling
+    group = group_of(trained)
     trained.write_back()
     trained.keep([0])
     trained._fit()
