@@ -198,7 +198,7 @@ class StackedUnit(Unit):
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
         """Return the step on batches of so many rows."""
         traces = self.loaded.traces(self.stack, rows, self.stack.rows)
-        return self.trace_cache.program(traces, stacked_batch, self.stack.device, self.stack.shared)
+        return self.trace_cache.programs.get(traces, stacked_batch, self.stack.device, self.stack.shared)
 
     def _batch(self, feed: Feed, index: int) -> None:
         """Read and run one batch."""
