@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal import version
+from shoal import environment
 from shoal.cli.app import COMMANDS, main
 
 
@@ -73,10 +73,10 @@ def test_version_of_a_source_tree(
     assert main(["--version"]) == 0
     said = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
     assert capsys.readouterr().out == f"shoal {said}\n" and shoal.__version__ == said
-    monkeypatch.setattr(version, "__file__", str(tmp_path / "a" / "b" / "version.py"))
-    assert version.version() == "0"
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "environment.py"))
+    assert environment.version() == "0"
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'other'\nversion = '3'")
-    assert version.version() == "0"
+    assert environment.version() == "0"
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
