@@ -100,7 +100,7 @@ def _scalars(values: dict[str, float], step: int) -> Any:
 
 
 def _ending(status: str) -> Any:
-    """Return the event that tells the HPARAMS page how the member ended."""
+    """Return the event from which the HPARAMS page knows how the member ended."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_END_INFO_TAG

@@ -276,7 +276,7 @@ class RunFolder:
         """Copy members' states and write them in the background; `flush` waits for it.
 
         If writing fails (a full disk), the previous checkpoints stay. A member whose state cannot be stored at all
-        starts again from its beginning after a kill. One warning tells of each.
+        starts again from its beginning after a kill; one warning names each such member.
         """
         copies, reasons = list[Copy](), dict[str, str]()
         for member in {member.index: member for member in members}.values():

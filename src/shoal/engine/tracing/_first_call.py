@@ -52,7 +52,7 @@ def record_repeatable(
     Args:
         copy_model: Returns a new copy of the model.
         reached: The functions and objects besides the model that the step may use. Their state is restored afterwards.
-        record: Records the step on a copy. Also returns a function that tells whether a second run does the same.
+        record: Records the step on a copy. Also returns a function that checks whether a second run does the same.
         run: Runs the step on a copy with real data.
         twice: Whether to run the step a second time. If False, both recordings are the first one.
 
