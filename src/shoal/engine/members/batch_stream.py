@@ -31,7 +31,7 @@ class Stream:
         reads."""
         if self._order is not member.order or self._place != member.place:
             job, order, source = member.job, member.order, member.data.source
-            assert order is not None, "the member has no rows; deal them first"
+            assert order is not None, "the member has no rows; call assign_rows first"
             if isinstance(source, LoaderSource):
                 self._feed = source.read(job.order_seed, member.epoch, member.place)
             else:

@@ -169,7 +169,7 @@ def movable(member: Member, planning: PlanningContext) -> bool:
     return traced and not member.data.source.streamed
 
 
-def deal(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
+def assign_members(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
     """Assign members to `count` processes, the first of which is this one."""
     pieces = [Piece(kind, weight(kind, planning), movable(kind[0], planning)) for kind in kinds_of(members, planning)]
     shares = even_shares(pieces, planning, count)

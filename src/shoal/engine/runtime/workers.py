@@ -27,7 +27,7 @@ from shoal.engine.runtime._messages import Message, receive
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Child, Line, take
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.sharing import deal
+from shoal.engine.runtime.sharing import assign_members
 from shoal.errors import describe
 from shoal.reporting.events import Event, Wire, happened
 
@@ -55,7 +55,7 @@ def run_shared(
 ) -> None:
     """Train these members in `count` processes, including this one. Members that are added later go to
     `all_members`."""
-    own_members, *other_shares = deal(members, planning, count) if count > 1 else [list(members)]
+    own_members, *other_shares = assign_members(members, planning, count) if count > 1 else [list(members)]
     planning.budget /= max(1, count)
     if any(other_shares):
         planning.executor.most_threads = 0

@@ -66,7 +66,7 @@ class Feed:
         """Return the row numbers of the coming batches: [n] if shared, else [M, n]."""
         each = []
         for member in self._readers:
-            assert member.order is not None, "the member has no rows; deal them first"
+            assert member.order is not None, "the member has no rows; call assign_rows first"
             start = member.place * self.size
             each.append(member.order[start : start + batches * self.size])
         return each[0] if self.shared else torch.stack([each[slot] for slot in self.rows])
