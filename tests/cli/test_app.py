@@ -103,7 +103,7 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
         (["trian"], "Did you mean 'train'?"),
         (["train"], "Missing argument 'target'; see shoal train --help"),
         (["demo", "--nope"], "No such option: --nope; see shoal demo --help"),
-        (["train", ".:jobs"], "'.' is no module's name"),
+        (["train", ".:jobs"], "'.' is not the name of a module"),
         (["demo", "--picture", "."], "no kind of picture"),
         (["demo", "--picture", "/dev/null/a.png"], "cannot be written"),
         (["bench", "--out", "."], "is a folder"),

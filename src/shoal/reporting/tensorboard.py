@@ -72,8 +72,8 @@ def _event(**content: Any) -> Any:
 
 
 def _opening(view: MemberView) -> list[Any]:
-    """Return the first events of a file, which void older points after the last epoch's step, and the
-    hyper-parameters."""
+    """Return the first events of a file: one that makes TensorBoard ignore older points after the last epoch's step,
+    and the hyper-parameters."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
     from torch.utils.tensorboard.summary import hparams
 

@@ -56,7 +56,7 @@ class Journal:
         except OSError as error:
             self._lock.release()
             raise OutError(
-                f"out={str(self.folder)!r} cannot be written ({error.strerror}); make room or name another folder"
+                f"out={str(self.folder)!r} cannot be written ({error.strerror}); free some space or use another folder"
             ) from None
         except BaseException:
             self._lock.release()
@@ -127,8 +127,8 @@ class Journal:
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise OutError(
-                f"out={str(self.folder)!r}: trials.jsonl cannot be written ({error.strerror}); make room, and call the "
-                "same again to resume"
+                f"out={str(self.folder)!r}: trials.jsonl cannot be written ({error.strerror}); free some space, and "
+                "call the same again to resume"
             ) from None
 
     def close(self) -> None:
