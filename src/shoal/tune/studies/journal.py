@@ -48,7 +48,9 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             entries = {entry.name for entry in self.folder.iterdir()}
             if not entries <= {"lock", ".study.json.tmp"} and "study.json" not in entries:
-                raise OutError(f"out={str(self.folder)!r} has files in it that are no study; use a new or empty folder")
+                raise OutError(
+                    f"out={str(self.folder)!r} has files that are not those of a study; use a new or empty folder"
+                )
             self._lock.acquire()
             stored_settings = self._settings(settings)
             trials = self._read()
