@@ -257,7 +257,7 @@ def another_network(link: Link, task: Message) -> None:
         (junk, "not from Shoal"),
         (shortened, "closed"),
         (corrupt, "checksum"),
-        (another_round, "something else"),
+        (another_round, "does not belong to the task"),
         (another_network, "does not fit this job"),
     ],
 )
