@@ -413,7 +413,7 @@ def test_an_average_that_counts_epochs_needs_epochs_of_one_length() -> None:
 
 
 def test_an_epoch_of_an_average_that_counts_epochs_cannot_begin_again() -> None:
-    """Another seed deals the rows anew; with a data_seed it does not, and the epoch goes on."""
+    """Another seed orders the rows anew; with a data_seed it does not, and the epoch goes on."""
     average = shoal.EMA(decay=0.5, every="epoch")
     with pytest.warns(shoal.ShoalWarning, match="'a' cannot continue .its average counts epochs"):
         results = cloned(job(average=average), 10, ("a", "b", {"seed": 9}))

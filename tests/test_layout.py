@@ -17,7 +17,7 @@ import shoal
 ROOT = Path(shoal.__file__).parent
 MOST_FILES, MOST_LINES = 15, 400
 LAYERS = (
-    "errors", "version", "environment", "models", "utils", "graphs", "jobs", "data", "engine.python_state",
+    "errors", "callable_package", "environment", "models", "utils", "graphs", "jobs", "data", "engine.python_state",
     "engine.optim", "engine.kernels", "engine.tracing", "engine.members", "engine.rules", "engine.recipes",
     "engine.tiers", "preparation", "engine.stack", "engine.planning", "engine.proof", "engine.tiers.stacked",
     "evaluation", "results", "storage", "engine.tiers.captured", "engine.units", "reporting", "engine.runtime",

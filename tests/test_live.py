@@ -292,7 +292,7 @@ def test_names() -> None:
         with pytest.raises(shoal.JobError, match="of this name"):
             run.add(job("b"))
         assert list(run.status()) == ["a", "job-1", "job-2", "b"]
-        with pytest.raises(shoal.JobError, match=r"add: str is no job; pass a shoal.Job"):
+        with pytest.raises(shoal.JobError, match=r"add: str is not a job; pass a shoal.Job"):
             run.add("a job")  # type: ignore[arg-type]
         with pytest.raises(shoal.JobError, match=r"^job 'odd': .*colour"):
             run.add(job("odd", hparams={"colour": 1}))

@@ -43,7 +43,7 @@ def test_another_job_under_the_name_of_an_added_one(tmp_path: Path) -> None:
     jobs, out = [job("a")], tmp_path / "run"
     ordered(jobs, 3, lambda run: run.add(job("d", seed=3)), lambda run: run.clone("a", "e"), out=out)
     run = shoal.start(jobs, device="cpu", out=out, keep_open=True)
-    with pytest.raises(OutError, match=r"job 'd' has seed 3 there and 4 here; add it as it was, or under another name"):
+    with pytest.raises(OutError, match=r"job 'd' has seed 3 there and 4 here; add it unchanged, or under another name"):
         run.add(job("d", seed=4))
     with pytest.raises(OutError, match=r"job 'e' has hparams \{'lr': 0.01\} there and \{'lr': 0.5\} here"):
         run.clone("a", "e", hparams={"lr": 0.5})

@@ -195,7 +195,7 @@ def test_a_folder_of_other_jobs_is_refused_with_what_differs(tmp_path: Path) -> 
     assert before == (out / "weights" / "0000.safetensors").read_bytes()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match="no run of Shoal's"):
+    with pytest.raises(ValueError, match="files that are not those of a run"):
         shoal.train([job()], device="cpu", out=tmp_path / "mine")
 
 

@@ -100,7 +100,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from shoal.version import version
+        from shoal.environment import version
 
         return version()
     if name in ("place", "split", "tune"):  # packages, two of which can be called

@@ -1,18 +1,39 @@
-"""The environment in which a result was made."""
+"""The version of this package, and the environment in which a result was made."""
 
 from __future__ import annotations
 
 import platform
-from typing import Any
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from shoal.version import version
+
+def version() -> str:
+    """Return the installed version, or for a source tree that of its pyproject.toml, or "0"."""
+    try:
+        return metadata.version("shoal")
+    except metadata.PackageNotFoundError:
+        return _source_version(Path(__file__).parents[2] / "pyproject.toml")
+
+
+def _source_version(file: Path) -> str:
+    """Return the version in a pyproject.toml, or "0" if it is not Shoal's."""
+    try:
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        return str(project["version"]) if project["name"] == "shoal" else "0"
+    except (OSError, KeyError, ValueError):
+        return "0"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, device and threads, which are what to compare when two results differ."""
+    import numpy
+    import torch
+
     stamp: dict[str, Any] = {
         "shoal": version(),
         "python": platform.python_version(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 OF_ONE_JOB = re.compile(r"(?:job '.*?'|member \d+): (.*)", re.DOTALL)
-"""A line about one job of a list, or one member of a pack: the group is the mistake."""
+"""A line about one job of a list, or one member of a pack. The group of the expression is the mistake."""
 
 
 class ShoalError(Exception):
@@ -15,7 +15,7 @@ class ShoalError(Exception):
 class JobError(ShoalError, ValueError):
     """Mistakes in one or more jobs, found before anything ran, with one line for each in `lines`.
 
-    The message has a mistake that several jobs share once, with the number of the other jobs.
+    If several jobs have the same mistake, the message has it once, with the number of the other jobs.
     """
 
     def __init__(self, *lines: str) -> None:
@@ -24,7 +24,7 @@ class JobError(ShoalError, ValueError):
 
 
 def _without_repeats(lines: tuple[str, ...]) -> list[str]:
-    """The lines, with one for all jobs that have the same mistake."""
+    """Return the lines, but only one for all jobs that have the same mistake."""
     alike: dict[str, list[str]] = {}
     for line in lines:
         of_one = OF_ONE_JOB.match(line)

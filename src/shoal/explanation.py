@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.memory import StepBytes, data_bytes, memory_budget, step_bytes
-from shoal.engine.planning.planner import LEAST, Part, Plan
+from shoal.engine.planning.planner import LEAST, Part, Plan, Request, gain, predict, total_bytes
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.units.trials import num_steps
+from shoal.engine.units.build import costs
+from shoal.engine.units.trials import lone_seconds, num_steps
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
 from shoal.settings import parse_bytes, pick_device
@@ -160,12 +161,44 @@ def _explain(
     )
     plan = planning.propose(members)
     if measure and planning.gpu:
-        planning.rehearse(plan, members)
+        rehearse(planning, plan, members)
     by_index = {member.index: member for member in members}
     for part in plan.parts:
         part.predicted |= _breakdown(part, planning, [by_index[index] for index in part.members])
     steps = {member.index: num_steps(member) for member in members}
     return Explanation(plan, steps, data_bytes(members), measure)
+
+
+def rehearse(planning: PlanningContext, plan: Plan, members: Sequence[Member]) -> None:
+    """On a GPU: build what a plan proposes as training would, and add the measurements to the plan.
+
+    The units are not used afterwards.
+    """
+    by_index = {member.index: member for member in members}
+    running = [by_index[index] for part in plan.parts for index in part.members]
+    plan.parts = list({id(part): part for _, part in planning.units(running)}.values())
+    planning.executor.forget()
+    for part in plan.parts:
+        part_members = [by_index[index] for index in part.members]
+        requests = [_as_built(member, part, planning) for member in part_members]
+        try:
+            alone = lone_seconds(part_members[0], rounds=9)
+            requests = [replace(request, alone=alone) for request in requests]
+        except Exception:  # the same error will end this member in training
+            pass
+        part.predicted = predict(requests) | part.predicted
+        part.predicted |= gain(part.predicted)
+    planning.executor.forget()
+    figures = [part.predicted for part in plan.parts]
+    costs_by_part = [(p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in figures]
+    plan.memory_bytes = planning.taken + total_bytes(costs_by_part, together=planning.gpu)
+
+
+def _as_built(member: Member, part: Part, planning: PlanningContext) -> Request:
+    """Return a member's request, with the costs of the form that its part was given."""
+    recipe = planning.recipes.get(member.index)
+    values = costs(member, recipe, part.tier, compiled="compile_seconds" in part.predicted)
+    return replace(planning.request(member), tier=part.tier, **values)
 
 
 def _breakdown(part: Part, planning: PlanningContext, members: Sequence[Member]) -> dict[str, float]:
@@ -179,8 +212,8 @@ def _advice(part: Part) -> str:
     """Return why the part runs as it does, and what to do if stacking is slower."""
     if not part.loses or part.tier == "serial":
         return f"do not pack: {part.reason}" if part.loses else part.reason
-    gain = part.predicted.get("gain", 0.0)
-    return f"{part.reason}; stacking loses here ({gain:.2f}x): do not pack, if it matters; the jobs are short"
+    factor = part.predicted.get("gain", 0.0)
+    return f"{part.reason}; stacking loses here ({factor:.2f}x): do not pack, if it matters; the jobs are short"
 
 
 def _total(parts: list[Part], name: str) -> float | None:

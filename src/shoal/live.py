@@ -236,7 +236,7 @@ class LiveRun:
     def add(self, job: Job, *, warm_start: str | None = None) -> None:
         """Add a job to the run; with `warm_start`, it begins with the current weights of that job."""
         if not isinstance(job, Job):
-            raise JobError(f"add: {type(job).__name__} is no job; pass a shoal.Job")
+            raise JobError(f"add: {type(job).__name__} is not a job; pass a shoal.Job")
 
         def add(run: Run) -> None:
             source = None if warm_start is None else named(run.all_members, warm_start)

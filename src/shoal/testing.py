@@ -44,7 +44,7 @@ class Moment:
 def simulate(policy: Policy, loads: Sequence[Load], *, room: int, tick: float = 1.0) -> Iterator[Moment]:
     """Decide every `tick` seconds which loads run within `room` bytes, until all loads have run for their time."""
     if too_large := [load for load in loads if load.bytes > room]:
-        raise ValueError(f"{too_large[0]} does not fit into {room} bytes; give it fewer, or more room")
+        raise ValueError(f"{too_large[0]} does not fit into {room} bytes; use fewer bytes, or a larger room")
     queue = Queue(policy)
     coming = sorted(range(len(loads)), key=lambda i: (loads[i].arrives, i), reverse=True)
     step = 0
@@ -85,7 +85,7 @@ def check_policy(policy: Policy, *, rounds: int = 20, seed: int = 0) -> None:
     simulated queues every job ends, none waits longer than `queue.admit` promises, memory is never exceeded, and a
     decision holds until time has passed.
     """
-    assert isinstance(policy, Policy), f"{policy!r} is no shoal.Policy; derive it from that"
+    assert isinstance(policy, Policy), f"{policy!r} is not a shoal.Policy; derive its class from it"
     draw = random.Random(seed)
     _check_order(policy, [], 0.0)
     unit = policy.slice_seconds if policy.slice_seconds is not None else min(policy.patience, 600.0) / 8
@@ -100,16 +100,16 @@ def check_moments(policy: Policy, moments: Iterator[Moment], loads: Sequence[Loa
     longest = max((load.seconds for load in loads), default=0.0)
     longest_turn = longest if policy.slice_seconds is None else min(policy.slice_seconds, longest)
     num_present: dict[tuple[int, float], int] = {}
-    """How many jobs were there when a wait began."""
+    """The number of jobs in the queue when a wait began."""
     work = sum(load.seconds + tick for load in loads) + max((load.arrives for load in loads), default=0.0)
     for moment in moments:
         now, after = moment.now, moment.after
         _check_order(policy, moment.tickets, now)
         used = sum(t.bytes for t in moment.running)
-        assert used <= room, f"{policy.name} at {now:g} s: {used} bytes are used where {room} fit"
+        assert used <= room, f"{policy.name} at {now:g} s: {used} bytes are used, but only {room} are there"
         again = admit(after, policy, lambda some: sum(t.bytes for t in some) <= room, now)
         assert again == Admission([], []), (
-            f"{policy.name} at {now:g} s: asked again at once, it decides otherwise: {again}"
+            f"{policy.name} at {now:g} s: asked again at once, it decides differently: {again}"
         )
         assert not after or moment.running, f"{policy.name} at {now:g} s: jobs wait and none runs"
         for t in moment.tickets:
@@ -129,7 +129,7 @@ def _check_order(policy: Policy, tickets: list[Ticket], now: float) -> None:
         f"{policy.name}: order gave {[t.index for t in first]} for {[t.index for t in tickets]}; each must come once"
     )
     assert first == second, (
-        f"{policy.name}: asked twice, order gave two answers; it may depend on tickets and now alone"
+        f"{policy.name}: for the same arguments, order gave different results; use only tickets and now"
     )
 
 

@@ -151,7 +151,7 @@ def carry_out(
                 folder.reopen()
             saved = folder.plan()
             tiers = {int(index): tier for index, tier in saved["tiers"].items()} if saved is not None else {}
-            trained = as_trained(tiers, members)  # some members may have left their stack
+            trained = as_trained(tiers, members)  # some members may have left their stack before the resume
             tiers = trained if settings.device.type == "cuda" else tiers | trained
             threads = saved.get("threads") if saved is not None else None
         with progress_for(members, progress) as progress_display:
@@ -213,7 +213,7 @@ class _Work:
         most_threads: int,
         threads: int | None,
     ) -> None:
-        """Keep what the training needs.
+        """Store what the training needs.
 
         Args:
             most_threads: How many of torch's threads may be used; 0 means as many as are in use.

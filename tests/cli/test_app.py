@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal import version
+from shoal import environment
 from shoal.cli.app import COMMANDS, main
 
 
@@ -73,10 +73,10 @@ def test_version_of_a_source_tree(
     assert main(["--version"]) == 0
     said = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
     assert capsys.readouterr().out == f"shoal {said}\n" and shoal.__version__ == said
-    monkeypatch.setattr(version, "__file__", str(tmp_path / "a" / "b" / "version.py"))
-    assert version.version() == "0"
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "environment.py"))
+    assert environment.version() == "0"
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'other'\nversion = '3'")
-    assert version.version() == "0"
+    assert environment.version() == "0"
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +103,11 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
         (["trian"], "Did you mean 'train'?"),
         (["train"], "Missing argument 'target'; see shoal train --help"),
         (["demo", "--nope"], "No such option: --nope; see shoal demo --help"),
-        (["train", ".:jobs"], "'.' is no module's name"),
-        (["demo", "--picture", "."], "no kind of picture"),
+        (["train", ".:jobs"], "'.' is not the name of a module"),
+        (["demo", "--picture", "."], "not a kind of picture"),
         (["demo", "--picture", "/dev/null/a.png"], "cannot be written"),
         (["bench", "--out", "."], "is a folder"),
-        (["bench", "--plot", "bars.xyz"], "no kind of picture"),
+        (["bench", "--plot", "bars.xyz"], "not a kind of picture"),
         (["bench", "--json", "bars.json"], "no network 'bars.json'"),
         (["train", "jobs"], "names no function"),
         (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),

@@ -67,7 +67,7 @@ def test_json_of_a_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["net.py:network", "--memory", "1kB", "--server-memory", "1kB"], "no placement fits"),
         (["net.py:network", "--workers", "many"], "--workers is 'many'"),
         (["net.py:network", "--workers", "0"], "workers is 0"),
-        (["net.py:network", "--picture", "placement.txt"], "no kind of picture"),
+        (["net.py:network", "--picture", "placement.txt"], "not a kind of picture"),
         (["net.py:missing"], "has no 'missing'"),
         (["net.py:number"], "return a shoal.Job, or a network and a sample"),
         (["net.py:job", "--run", "--out", "placement.json"], "--out is for planning"),

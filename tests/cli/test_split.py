@@ -94,7 +94,7 @@ def test_explain_says_whether_it_pays_and_trains_nothing(file: Path, capsys: pyt
         ),
         (["--codec", "int4"], "codec is 'int4'; use one of 'exact', 'fp16', 'bf16', 'int8'"),
         (["--link", "fast"], "link is 'fast'; give its speed, such as 100Mbit, 1Gbit or '100Mbit 5ms'"),
-        (["--join", "nowhere"], "'nowhere' is no address; give HOST:PORT, such as 10.0.0.1:29500"),
+        (["--join", "nowhere"], "'nowhere' is not an address; give HOST:PORT, such as 10.0.0.1:29500"),
         (["--join", "a:1", "--coordinator", "b:2"], "this process cannot be the coordinator and join one"),
         (["--shard", "1"], "--shard is for the data of a worker; give it with --join"),
         (["--local", "9", "--workers", "2"], "--local is 9 and there are 2 workers; use at most 2"),

@@ -96,7 +96,7 @@ def test_mistakes(file: Path, capsys: pytest.CaptureFixture[str], text: str, fla
 
 def test_another_kind_of_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "jobs.toml"]) == 1
-    assert "is no Python file" in capsys.readouterr().err
+    assert "is not a Python file" in capsys.readouterr().err
 
 
 def test_no_trial_has_a_value(file: Path) -> None:

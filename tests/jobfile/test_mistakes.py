@@ -124,7 +124,7 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     "no network": (changed(MODEL, '"own_parts.py:number"'), 4, "is int; name a class or a function"),
     "class of another kind": (changed(MODEL, '"own_parts.py:Other"'), 4, "pass an nn.Module, or a function that"),
     "no path": (changed(MODEL, '"a b:c d"'), 4, "an import path is 'module:name'"),
-    "no optimizer": (changed('"SGD"', '"own_parts.py:Other"'), 5, "is no torch.optim.Optimizer"),
+    "no optimizer": (changed('"SGD"', '"own_parts.py:Other"'), 5, "is not a torch.optim.Optimizer"),
     "loss": (changed("mse_loss", "mse_los"), 2, "loss 'mse_los' is not known; did you mean 'mse_loss'?"),
     "metric": (TOML + "val = 0.2\nmetrics = ['acuracy']\n", 8, "metric 'acuracy' is not known"),
     "metrics alone": (TOML + "metrics = ['mae']\n", 7, "metrics are set (mae) but val is not"),
@@ -271,7 +271,7 @@ def test_what_is_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         "x.toml": "is a folder; name a job file in it",
         ".": "is a folder; name a job file in it",
         "none.yaml": "there is no such file",
-        "jobs.json": "is no job file; the name of one ends in .toml",
+        "jobs.json": "is not a job file; the name of one ends in .toml",
         "a\0b.toml": "no such file",
         f"{'a' * 5000}.toml": "cannot be read",
     }.items():

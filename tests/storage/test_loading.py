@@ -152,7 +152,7 @@ def test_complex_weights_are_trained_and_stored(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no run folder: it has no jobs\.json"):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no jobs\.json"):
         shoal.load(tmp_path / "nothing")
 
 
@@ -210,4 +210,4 @@ def test_the_command(trained: shoal.Results, folder: Path, capsys: pytest.Captur
     assert main(["results", str(folder), "--history"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + rows
     assert main(["results", str(folder / "nothing")]) == 1
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err

@@ -225,8 +225,8 @@ def test_a_file_that_is_cut_zeroed_or_foreign_is_refused(tmp_path: Path, good: b
         assert holed == good or refused(tmp_path, holed)
     assert "checksum" in refused(tmp_path, good + b"\0")
     save_file({"w": torch.randn(2)}, tmp_path / "other.safetensors")
-    assert "no checkpoint of Shoal's" in refused(tmp_path, (tmp_path / "other.safetensors").read_bytes())
-    assert "no checkpoint of Shoal's" in refused(tmp_path, b"hello")
+    assert "not a checkpoint of Shoal" in refused(tmp_path, (tmp_path / "other.safetensors").read_bytes())
+    assert "not a checkpoint of Shoal" in refused(tmp_path, b"hello")
     with pytest.raises(DamagedError, match="cannot be read"):
         _store.load(tmp_path / "nowhere.ckpt")
 

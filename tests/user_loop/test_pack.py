@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.engine.recipes.program import Program
+from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 
 D, C, TOLERANCE = 5, 3, 1e-9
@@ -333,6 +334,18 @@ def test_an_error_stops_its_own_member_and_one_for_all_is_raised() -> None:
     for mine, theirs in ((0, 0), (2, 1)):
         for a, b in zip(pack.member(mine).parameters(), twin.member(theirs).parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_an_update_that_raises_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = shoal.Pack([net(0), net(1)], hparams={"lr": 0.01}, loss=F.cross_entropy)
+    pack.step(*batch(0))
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError("the update cannot continue")
+
+    monkeypatch.setattr(Stack, "apply", raises)
+    with pytest.raises(RuntimeError, match="the update cannot continue"):
+        pack.step(*batch(1))
 
 
 class Shaped(nn.Module):

@@ -64,7 +64,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        from shoal.version import version
+        from shoal.environment import version
 
         typer.echo(f"shoal {version()}")
         raise typer.Exit

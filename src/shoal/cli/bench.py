@@ -19,14 +19,14 @@ def bench(
     precision: Annotated[str, typer.Option(help="bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU.")] = "auto",
     ways: Annotated[str, typer.Option(help="Of eager, captured, vmap, vmap-captured, shoal; with commas.")] = "all",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median counts.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: as torch chooses.")] = 0,
     batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = 1800.0,
     out: Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")] = False,
-    quick: Annotated[bool, typer.Option(help="A few short rounds on little data: does it run, not how fast.")] = False,
+    quick: Annotated[bool, typer.Option(help="A few short rounds on little data, only to see that it runs.")] = False,
 ) -> None:
     """Measure Shoal against other ways to train many networks.
 

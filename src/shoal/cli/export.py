@@ -88,7 +88,7 @@ def _write(result: "Result", file: Path, shape: str | None, dtype: str | None) -
     not_tensors = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if not_tensors:
         raise ValueError(
-            f"{not_tensors[0]!r} of {result.name!r} is no tensor, which .safetensors cannot hold; write a .pt file"
+            f"{not_tensors[0]!r} of {result.name!r} is not a tensor, which .safetensors cannot hold; write a .pt file"
         )
     save_file({name: value.contiguous().clone() for name, value in state.items()}, file)
 

@@ -37,7 +37,7 @@ def check_picture(path: Path | None) -> None:
         raise ValueError("a picture needs matplotlib: pip install 'shoal[plot]'") from None
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lower()[1:] not in formats:
-        raise ValueError(f"{str(path)!r} is no kind of picture; end the name in .png, .pdf or .svg")
+        raise ValueError(f"{str(path)!r} is not a kind of picture; end the name in .png, .pdf or .svg")
     check_writable(path)
 
 

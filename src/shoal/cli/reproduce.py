@@ -23,7 +23,7 @@ Data = Annotated[Path | None, typer.Option(help="A folder with mnist.npz; withou
 Out = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
-Quick = Annotated[bool, typer.Option(help="As small as it gets: does it run, not how fast.")]
+Quick = Annotated[bool, typer.Option(help="The smallest sizes, only to see that it runs.")]
 
 
 def _drawer(paper: Any, ylabel: str) -> Callable[[Path, dict[str, Any]], None]:
@@ -72,7 +72,7 @@ def pack(
     sizes: Annotated[str, typer.Option(help="How many to pack; with commas, of 2, 3 and 4.")] = "2,3,4",
     precision: Annotated[str, typer.Option(help="fp32 (as published) or bf16.")] = "fp32",
     device: Device = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median is shown.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for both; 0: as torch chooses.")] = 0,
     limit: Limit = 1800.0,
     out: Out = None,
@@ -117,11 +117,11 @@ def hyperband(
     space: Annotated[str, typer.Option(help="plain: settings of the optimizer; shapes: widths, depths too.")] = "plain",
     max_epochs: Annotated[int, typer.Option(min=1, help="R of the paper.")] = 81,
     eta: Annotated[int, typer.Option(min=2, help="A rung keeps one in eta.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median is shown.")] = 3,
     data: Data = None,
     ray: Annotated[bool, typer.Option("--ray", help="Also Ray Tune's ASHA and HyperBand, on a local Ray.")] = False,
     groupings: Annotated[
-        bool, typer.Option("--groupings", help="Also pack after pack, formed by the paper's three rules.")
+        bool, typer.Option("--groupings", help="Also train one pack after another, formed by the paper's three rules.")
     ] = False,
     pack_size: Annotated[int, typer.Option(min=1, help="Trials of such a pack.")] = 8,
     device: Device = "cpu",
@@ -153,17 +153,17 @@ def hyperband(
     report(measure, paper.table, _drawer(paper, "times faster than one at a time"), out, plot, as_json)
 
 
-@reproduce.command(short_help="SIL: a network whose two parts train apart.")
+@reproduce.command(short_help="SIL: a network whose two parts train separately.")
 def sil(
     data: Data = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; their mean counts.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; the mean is shown.")] = 5,
     device: Device = "cpu",
     out: Out = None,
     plot: Plot = None,
     as_json: AsJson = False,
     quick: Quick = False,
 ) -> None:
-    """SIL: a network cut in two and trained apart, by labels or local heads, against ordinary training."""
+    """SIL: a network cut in two parts that train separately, by labels or local heads, against ordinary training."""
     from shoal.evidence.reproduce import sil as paper
     from shoal.settings import pick_device
 
@@ -185,7 +185,7 @@ def placement(
     ] = "100mbit",
     rows: Annotated[str, typer.Option(help="Rows of one worker in a step; with commas.")] = "8",
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 4,
-    steps: Annotated[int, typer.Option(min=3, help="Steps of each way; their median counts.")] = 8,
+    steps: Annotated[int, typer.Option(min=3, help="Steps of each way; the median is shown.")] = 8,
     train: Annotated[bool, typer.Option("--train", help="Also say which accuracy the steps reach.")] = False,
     limit: Limit = 1200.0,
     out: Out = None,
@@ -222,12 +222,12 @@ def placement(
 @reproduce.command(short_help="IST: independent subnets over slow links.")
 def ist(
     data: Data = None,
-    width: Annotated[int, typer.Option(min=0, help="Of both hidden layers; 0: 2048, of digits 256.")] = 0,
+    width: Annotated[int, typer.Option(min=0, help="Width of both hidden layers; 0: 2048, or 256 for digits.")] = 0,
     workers: Annotated[int, typer.Option(min=2, help="Workers.")] = 4,
     link: Annotated[str, typer.Option(help="Rate of each worker's link, for tc; none: no seconds.")] = "100mbit",
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; their mean counts.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; the mean is shown.")] = 5,
     windows: Annotated[str, typer.Option(help="Local steps in a round, with commas.")] = "",
-    steps: Annotated[int, typer.Option(min=0, help="Steps of data parallel; 0: 400, of digits 150.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of data parallel; 0: 400, or 150 for digits.")] = 0,
     settings: Annotated[
         Path | None, typer.Option(help="Take rates and trainings from this file of an earlier run, and time them.")
     ] = None,

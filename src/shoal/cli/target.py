@@ -77,7 +77,7 @@ def _no_function(target: str) -> str:
     if path.is_dir():
         return f"{target!r} is a folder; name a job file in it (.toml, .yaml)"
     if path.is_file() and path.suffix != ".py":
-        return f"{target!r} is no job file; the name of one ends in .toml, .yaml or .yml"
+        return f"{target!r} is not a job file; the name of one ends in .toml, .yaml or .yml"
     return f"{target!r} names no function; give a job file (.toml, .yaml), MODULE:FUNCTION or FILE.py:FUNCTION"
 
 

@@ -81,7 +81,7 @@ def tune(
 def load_search(file: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return a file's make_job, space and settings, or raise a ValueError if it is not a search."""
     if not file.endswith(".py"):
-        raise ValueError(f"{file!r} is no Python file; name one with make_job and space: search.py")
+        raise ValueError(f"{file!r} is not a Python file; name one with make_job and space: search.py")
     from shoal.errors import describe
     from shoal.jobfile.importing import NoSuchCode, import_code, place_of
 

@@ -2,7 +2,7 @@
 borders as a module.
 
 A border is the number of calls before it. What needs neither inputs nor weights, such as a constant, is computed again
-on the other side of a border. What can be computed again from the inputs is, if the inputs are smaller.
+on the other side of a border. A tensor that depends on the inputs alone is too, if the inputs are smaller than it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.errors import GraphError
 from shoal.graphs.calls import Calls, Extent, rows_in
 
 NOMINAL_ROWS = 32
-"""The number of rows at which sizes of tensors are compared."""
+"""Sizes of tensors are compared for a batch of this many rows."""
 RANDOM = ("rand", "randn", "randint", "randperm", "normal", "dropout", "bernoulli", "multinomial")
 
 
@@ -43,7 +43,7 @@ class Parts:
             used = [*sources, *(node for node in used if node not in sources)]
         for node in used:
             if "value" not in node.meta:
-                raise GraphError(f"{node.name} crosses it, which is no tensor; cut at another layer")
+                raise GraphError(f"{node.name} crosses it, which is not a tensor; cut at another layer")
         return used
 
     def changed_after(self, border: int) -> set[fx.Node]:

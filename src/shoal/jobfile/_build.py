@@ -181,7 +181,7 @@ class Builder:
             raise Mistake(node, f"optimizer is {node.shown()} ({node.kind}); use a name such as 'AdamW'{more}")
         reference = find("optimizer", node, _known.OPTIMIZERS, self.folder)
         if not callable(reference) or (isinstance(reference, type) and not issubclass(reference, Optimizer)):
-            raise Mistake(node, f"optimizer: {node.value!r} is no torch.optim.Optimizer; name a class of those")
+            raise Mistake(node, f"optimizer: {node.value!r} is not a torch.optim.Optimizer; name a class of those")
         return reference
 
     def _schedule(self, node: Node) -> Any:
@@ -216,11 +216,11 @@ class Builder:
             return guarded(use, what, partial(bound(reader, arguments), self.folder / text), ours=True)
         if ":" not in text and text not in _datafiles.BUILT_IN and (suffix or "/" in text or "\\" in text):
             ends = ", ".join(_datafiles.READERS)
-            raise Mistake(use, f"{field} {text!r} is no kind of file that is known; end its name in {ends}")
+            raise Mistake(use, f"{field} {text!r} is not a known kind of file; end its name in {ends}")
         reference = find(field, use, _datafiles.BUILT_IN, self.folder)
         if not callable(reference) or isinstance(reference, (Tensor, nn.Module)):
             if arguments:
-                raise Mistake(use, f"{field}: {text!r} is no function and takes no arguments")
+                raise Mistake(use, f"{field}: {text!r} is not a function and takes no arguments")
             return reference
         ours = text in _datafiles.BUILT_IN
         check_arguments(field, use, reference, arguments, typed=ours)

@@ -14,7 +14,7 @@ from shoal.jobfile._tree import did_you_mean
 
 
 class NoSuchCode(ValueError):
-    """There is no such file, module or name. The message says which, and what to do."""
+    """A file, module or name does not exist. The message says which, and what to do."""
 
 
 def import_code(where: str, folder: Path) -> ModuleType:
@@ -23,7 +23,7 @@ def import_code(where: str, folder: Path) -> ModuleType:
     if where.endswith(".py"):
         return _import_file(where, folder / where)
     if not all(part.isidentifier() for part in where.split(".")):
-        raise NoSuchCode(f"{where!r} is no module's name; an import path is 'module:name' or 'file.py:name'")
+        raise NoSuchCode(f"{where!r} is not the name of a module; an import path is 'module:name' or 'file.py:name'")
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:

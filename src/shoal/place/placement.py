@@ -176,7 +176,7 @@ class Placement:
             values["link"], values["server_link"] = Link(**values["link"]), Link(**values["server_link"])
             return Placement(**values)
         except (KeyError, TypeError) as error:
-            raise PlaceError(f"this is no placement ({error}); write one with `shoal place --out`") from None
+            raise PlaceError(f"this is not a placement ({error}); write one with `shoal place --out`") from None
 
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file, which `load` and `shoal place --placement` read."""
@@ -192,7 +192,7 @@ class Placement:
                 f"{str(path)!r} cannot be read as a placement ({error}); write one with `shoal place`"
             ) from None
         if not isinstance(data, dict):
-            raise PlaceError(f"{str(path)!r} is no placement; write one with `shoal place --out`")
+            raise PlaceError(f"{str(path)!r} is not a placement; write one with `shoal place --out`")
         return Placement.from_dict(data)
 
     def table(self) -> str:

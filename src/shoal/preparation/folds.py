@@ -90,7 +90,7 @@ def _fold_of_rows(view: View, k: int, stratify: Any, groups: Any, shuffle: bool,
         return _fold_rows.grouped(group_of, k, permute, shuffle)
     fold_of = _fold_rows.stratified_groups(classes, group_of, k, permute)
     if len(np.unique(fold_of)) < k:
-        raise JobError(f"the groups cannot be dealt out to k = {k} folds so that none is empty; use a smaller k")
+        raise JobError(f"the groups cannot be divided among k = {k} folds so that none is empty; use a smaller k")
     return fold_of
 
 

@@ -64,7 +64,7 @@ class MLflow(Logger):
         return self._last_complete_epoch(run, epoch, view)
 
     def _last_complete_epoch(self, run: str, epoch: int | None, view: MemberView) -> int | None:
-        """Return the last epoch that was logged completely, which is the one before if the job is longer now."""
+        """Return the last epoch that was logged completely: the one before `epoch` if the job is longer now."""
         if epoch is None:
             return None
         logged = max(metric.step for metric in self._client.get_metric_history(run, "epoch"))

@@ -72,8 +72,8 @@ def _event(**content: Any) -> Any:
 
 
 def _opening(view: MemberView) -> list[Any]:
-    """Return the first events of a file, which void older points after the last epoch's step, and the
-    hyper-parameters."""
+    """Return the first events of a file: one that makes TensorBoard ignore older points after the last epoch's step,
+    and the hyper-parameters."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
     from torch.utils.tensorboard.summary import hparams
 
@@ -100,7 +100,7 @@ def _scalars(values: dict[str, float], step: int) -> Any:
 
 
 def _ending(status: str) -> Any:
-    """Return the event that tells the HPARAMS page how the member ended."""
+    """Return the event from which the HPARAMS page knows how the member ended."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_END_INFO_TAG

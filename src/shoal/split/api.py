@@ -19,7 +19,7 @@ from shoal.split.executors.local import Serial
 from shoal.split.executors.packed import Packed
 from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.ist import IST
-from shoal.split.subnets.deal import WHOLE_LAYER
+from shoal.split.subnets.assignment import WHOLE_LAYER
 from shoal.split.trainer import train_split
 from shoal.utils.tables import say
 
@@ -120,8 +120,8 @@ def add_notes(result: Result, method: Method) -> None:
         return
     if WHOLE_LAYER in method.units.whole.values() and method.num_workers > 1:
         report.notes.append(
-            f"layers   every other one is dealt ({', '.join(method.units.groups)}), so that every weight is trained in "
-            "every round; layers='all' deals all of them"
+            f"layers   every other one is distributed ({', '.join(method.units.groups)}), so that every weight is "
+            "trained in every round; layers='all' distributes all of them"
         )
     if not method.given.scale or method.given.backward_only:
         return

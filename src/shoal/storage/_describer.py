@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data.source import as_bytes
 from shoal.engine.python_state import places
-from shoal.engine.python_state.places import Path, Place, say
+from shoal.engine.python_state.places import Path, Place, path_text
 from shoal.engine.python_state.state_walk import HOOKS, Walk, mentioned
 from shoal.engine.python_state.user_code import library_of
 from shoal.jobs.job import Job
@@ -88,7 +88,7 @@ class Describer(Walk):
         for path, value in (*root_values, *self.reached, *self._values()):
             text = self._text(value)
             if path[-1] not in (".__class__", ".__bases__"):  # an object's text has their names
-                self.parts.setdefault(_part(path, networks), {})[say(path)] = text
+                self.parts.setdefault(_part(path, networks), {})[path_text(path)] = text
 
     # --- what counts ------------------------------------------------------------------------------------------------
 

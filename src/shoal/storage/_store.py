@@ -174,7 +174,7 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
     try:
         return _Reader(io.BytesIO(payload)).load(), notes
     except Exception as error:  # it was not written by `seal`
-        raise DamagedError(f"{str(path)!r} is no checkpoint of Shoal's: {describe(error)}") from None
+        raise DamagedError(f"{str(path)!r} is not a checkpoint of Shoal: {describe(error)}") from None
 
 
 def fault(data: bytes) -> str | None:
@@ -182,7 +182,7 @@ def fault(data: bytes) -> str | None:
     if not any(data):
         return "holds nothing but zeros" if data else "is empty"
     if not data.startswith(START[: len(data)]):
-        return "is no checkpoint of Shoal's, or its beginning is damaged"
+        return "is not a checkpoint of Shoal, or its beginning is damaged"
     start, digest, line, payload = (data.split(b"\n", 3) + [b""] * 3)[:4]
     if start != START + FORMAT.encode() and digest:
         return (

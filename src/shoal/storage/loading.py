@@ -43,7 +43,7 @@ def load(folder: str | os.PathLike[str], model: Builder | Mapping[str, Builder] 
         path = path / "run"  # the folder of a search
     content = read_file(path / "jobs.json", "or train the same jobs in this folder again")
     if content is None:
-        raise OutError(f"{str(folder)!r} is no run folder: it has no jobs.json; name what was given as out=")
+        raise OutError(f"{str(folder)!r} is not a run folder: it has no jobs.json; name what was given as out=")
     table = JobTable.read(content)
     entries = [{k: v for k, v in job.items() if k not in (CODE, WEIGHTS)} for job in table.jobs]
     _check_models(model, [entry["name"] for entry in entries])

@@ -122,9 +122,7 @@ class RunFolder:
         self.grows, self._extends = grows, extends
         table = JobTable.of(members, also, names_only=self.passing)
         if not self._is_run_folder():
-            raise OutError(
-                f"out={str(self.path)!r} has files in it that are no run of Shoal's; use a new or empty folder"
-            )
+            raise OutError(f"out={str(self.path)!r} has files that are not those of a run; use a new or empty folder")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
@@ -133,7 +131,7 @@ class RunFolder:
             self._lock.release()
             raise OutError(
                 f"out={str(self.path)!r} cannot be written ({_reason(error)}); "
-                "make room or give the right to, or name another folder"
+                "free some space or allow writing to it, or use another folder"
             ) from None
         except BaseException:
             self._lock.release()
@@ -149,7 +147,7 @@ class RunFolder:
 
     def _claim(self, members: Sequence[Member], table: JobTable, changed: Collection[str]) -> bool:
         jobs_file = self.path / "jobs.json"
-        content = read_file(jobs_file, "or, where the jobs are the same, remove this file: it is written anew")
+        content = read_file(jobs_file, "or, if the jobs are the same, remove this file: it is written again")
         if content is not None:
             stored_table = JobTable.read(content)
             longer = self._check(members, stored_table, table, changed)
@@ -193,7 +191,7 @@ class RunFolder:
         table = JobTable.of([member], {ADDED: True}, names_only=True)
         diff = compare(self._table, table, extends=True, part=True)
         if diff.lines:
-            raise OutError(f"out={str(self.path)!r}: {'; '.join(diff.lines)}; add it as it was, or under another name")
+            raise OutError(f"out={str(self.path)!r}: {'; '.join(diff.lines)}; add it unchanged, or under another name")
         self._table.lengthen(diff.longer)
         self._store_jobs([member], table, changed=bool(diff.longer))
         self.reopen()
@@ -251,7 +249,7 @@ class RunFolder:
 
     def plan(self) -> dict[str, Any] | None:
         """Return the saved plan, or None if there is none. Raises a DamagedError if the file has changed."""
-        fix = "or remove this file: the plan is made anew, and results may differ in the last digits"
+        fix = "or remove this file: a new plan is made, and results may differ in the last digits"
         content = read_file(self.path / "plan.json", fix)
         return None if content is None else content["plan"]
 
@@ -276,7 +274,7 @@ class RunFolder:
         """Copy members' states and write them in the background; `flush` waits for it.
 
         If writing fails (a full disk), the previous checkpoints stay. A member whose state cannot be stored at all
-        starts again from its beginning after a kill. One warning tells of each.
+        starts again from its beginning after a kill; one warning names each such member.
         """
         copies, reasons = list[Copy](), dict[str, str]()
         for member in {member.index: member for member in members}.values():
@@ -369,7 +367,7 @@ class RunFolder:
         except OSError as error:
             raise OutError(
                 f"out={str(self.path)!r}: the results cannot be written ({_reason(error)}); "
-                "make room, and run the same again: it resumes from the checkpoints"
+                "free some space, and run the same again: it resumes from the checkpoints"
             ) from None
 
     def _in_order(self, results: Results) -> Results:

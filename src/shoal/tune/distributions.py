@@ -192,7 +192,7 @@ def from_optuna(given: Any) -> Distribution:
         return Int(given.low, given.high, log=given.log, step=given.step)
     if isinstance(given, FloatDistribution):
         return Float(given.low, given.high, log=given.log, step=given.step)
-    raise JobError(f"{given!r} is no distribution that Shoal knows; use one for floats, whole numbers or choices")
+    raise JobError(f"{given!r} is not a distribution that Shoal knows; use one for floats, whole numbers or choices")
 
 
 def _check_range(low: float, high: float, log: bool, *, smallest: str) -> None:

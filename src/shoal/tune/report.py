@@ -13,7 +13,7 @@ from shoal.tune.brackets import Bracket
 from shoal.tune.trial import Trial
 
 MOST_LINES = 400
-"""The most trials in one chart, the best ones; more could not be told apart."""
+"""The most trials in one chart, the best ones; more could not be distinguished."""
 SHOWN = 20
 """Trials in the table before the rest is folded."""
 

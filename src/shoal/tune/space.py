@@ -154,7 +154,7 @@ def distribution(given: Any) -> Distribution:
             return _from_form(word, arguments, given)
     if isinstance(given, tuple) and given:
         return _from_form(given[0], given[1:], given)
-    raise JobError(f"{_short(given)} is no distribution; use {_EXAMPLES} ([value] for a fixed one)")
+    raise JobError(f"{_short(given)} is not a distribution; use {_EXAMPLES} ([value] for a fixed one)")
 
 
 def _from_form(word: Any, arguments: Sequence[Any], given: Any) -> Distribution:

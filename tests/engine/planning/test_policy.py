@@ -257,9 +257,9 @@ def test_contract_of_a_users_own_policy() -> None:
     for policy, line in (
         (Twice(), "each must come once"),
         (InPlace(), "changed the list"),
-        (Moody(), "gave two answers"),
-        (Impatient(slice_seconds=5), "decides otherwise"),
-        ("fifo", "no shoal.Policy"),
+        (Moody(), "gave different results"),
+        (Impatient(slice_seconds=5), "decides differently"),
+        ("fifo", "not a shoal.Policy"),
     ):
         with pytest.raises(AssertionError, match=line):
             check_policy(policy)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.python_state.places import say
+from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.preserve import PythonState, preserved
 from shoal.engine.python_state.user_code import is_library_class, is_library_function, is_library_module
 
@@ -166,7 +166,7 @@ def test_a_change_is_seen_named_and_put_back(name: str) -> None:
         assert not state.changes()
         change(value)
         assert state.changed or state.written
-        assert where in say(state.changes()[0]), state.changes()
+        assert where in path_text(state.changes()[0]), state.changes()
     assert not PythonState({"root": value}).changes()
     assert str(held(value)) == str(before)
 
@@ -184,10 +184,10 @@ def test_a_count_is_put_back_by_a_copy_and_a_generator_is_named() -> None:
 
     holder = {"count": itertools.count(), "list": iter([1, 2, 3]), "generator": numbers()}
     with preserved({"root": holder}) as state:
-        assert [say(path) for path in state.unrestorable] == ["root['generator']"]
+        assert [path_text(path) for path in state.unrestorable] == ["root['generator']"]
         for iterator in holder.values():
             next(iterator)
-        assert {say(path) for path in state.changes()} == {"root['count']", "root['list']", "root['generator']"}
+        assert {path_text(path) for path in state.changes()} == {"root['count']", "root['list']", "root['generator']"}
     assert next(holder["count"]) == 0 and next(holder["list"]) == 1 and next(holder["generator"]) == 1
 
 

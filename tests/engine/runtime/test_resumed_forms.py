@@ -20,6 +20,7 @@ from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.units.arrange import arrange
+from shoal.explanation import rehearse
 from shoal.preparation.checks import prepare
 from shoal.storage import atomic
 
@@ -98,7 +99,7 @@ def test_a_rehearsal_puts_what_trials_showed_into_the_plan(tried: list[str], mon
     planning = PlanningContext(own, timed=False, thorough=True)
     monkeypatch.setattr(planning, "gpu", True)
     plan = planning.propose(own)
-    planning.rehearse(plan, own)
+    rehearse(planning, plan, own)
     (part,) = plan.parts
     assert part.tier == "stacked" and part.members == [0, 1, 2]
     assert {"step_seconds", "alone_seconds", "compile_seconds", "memory_bytes"} <= part.predicted.keys()

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import shoal
 from shoal.engine.members.member import Member
-from shoal.engine.members.row_order import deal
+from shoal.engine.members.row_order import assign_rows
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import Unit
 from shoal.errors import MemberError
@@ -289,17 +289,17 @@ def test_members_of_one_unit_leave_at_their_own_ends() -> None:
 
 def test_orders_that_agree_are_kept_once() -> None:
     members = prepare([job(seed=s, data_seed=7, name=str(s)) for s in range(3)], CPU)
-    deal(members)
+    assign_rows(members)
     first = members[0].order
     assert first is not None and all(member.order is first for member in members)
     expected = torch.Generator().manual_seed(7)
     assert torch.equal(first, torch.randperm(N, generator=expected))
     for member in members:
         member.close_epoch()
-    deal(members)
+    assign_rows(members)
     assert members[1].order is not None and torch.equal(members[1].order, torch.randperm(N, generator=expected))
     apart = prepare([job(seed=s, name=str(s)) for s in range(3)], CPU)
-    deal(apart)
+    assign_rows(apart)
     assert apart[0].order is not None and apart[1].order is not None
     assert not torch.equal(apart[0].order, apart[1].order)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.members.row_order import deal
+from shoal.engine.members.row_order import assign_rows
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.tiers.evaluate import evaluate
@@ -113,7 +113,7 @@ def test_one_program_call_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluate(unit, [0, 1, 3]) == found
     assert calls == [4, 4, 4]
     assert all(torch.equal(a, b) for a, b in zip(before, unit.stack.buffers, strict=True))
-    deal(members)
+    assign_rows(members)
 
 
 def test_a_metric_that_raises_ends_its_own_member() -> None:

@@ -172,7 +172,7 @@ def test_shared_weights_are_in_memory_once_and_run_once() -> None:
     assert shared == {name for name in names if name.startswith("features") and "tracked" not in name}
     for place in stack.shared:
         assert stack.state[place].stride(0) == 0
-    program = TraceCache(share=True).program(
+    program = TraceCache(share=True).programs.get(
         [recipe.steps[8] for recipe in alike.recipes], [False, False], torch.device("cpu"), stack.shared
     )
     carried = [str(node.target) for node in trace.nodes if node in program._carries and node.op == "call_function"]

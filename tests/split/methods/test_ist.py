@@ -24,7 +24,7 @@ from shoal.split.core.state import State
 from shoal.split.executors.local import Serial
 from shoal.split.methods.ist import IST
 from shoal.split.methods.renorm import renormalise
-from shoal.split.subnets.deal import neighbours
+from shoal.split.subnets.assignment import neighbours
 from shoal.split.trainer import train_split
 
 
@@ -108,7 +108,7 @@ def image_job(*widths: int, hidden: int = 0, **settings: Any) -> shoal.Job:
 
 
 @pytest.mark.parametrize(
-    ("widths", "hidden", "dealt"),
+    ("widths", "hidden", "distributed"),
     [
         ((8,), 0, {"convs.0"}),
         ((8, 8), 0, {"convs.3"}),
@@ -117,10 +117,12 @@ def image_job(*widths: int, hidden: int = 0, **settings: Any) -> shoal.Job:
         ((8, 8, 8, 8, 8), 0, {"convs.3", "convs.9"}),
     ],
 )
-def test_of_convolutions_every_other_layer_is_dealt(widths: tuple[int, ...], hidden: int, dealt: set[str]) -> None:
+def test_of_convolutions_every_other_layer_is_distributed(
+    widths: tuple[int, ...], hidden: int, distributed: set[str]
+) -> None:
     job = image_job(*widths, hidden=hidden, steps=4)
     method = IST(job, 2, 2)
-    assert method.units.groups.keys() == dealt and not any(neighbours(method.units).values())
+    assert method.units.groups.keys() == distributed and not any(neighbours(method.units).values())
     assert len(IST(job, 2, 2, layers="all").units.groups) == len(widths) + (hidden > 0)
 
 
@@ -134,10 +136,10 @@ def test_every_weight_of_a_convolutional_network_is_trained_in_every_round() -> 
     assert bool((state["convs.3.weight"] == start["convs.3.weight"]).any())
 
 
-def test_which_layers_are_dealt_is_a_setting_and_is_said() -> None:
+def test_which_layers_are_distributed_is_a_setting_and_is_said() -> None:
     job = image_job(8, 8, 8, steps=20)
     method = IST(job, 2, 2)
-    assert method.settings["layers"] == "alternate" and method.recovery == 0, "no weight waits for a later deal"
+    assert method.settings["layers"] == "alternate" and method.recovery == 0, "no weight waits for a later round"
     everything = IST(job, 2, 2, layers="all")
     assert everything.settings["layers"] == "all" and everything.recovery == 1
     for other in ({"overlap": 0.25}, {"backward_only": True}):
@@ -147,7 +149,7 @@ def test_which_layers_are_dealt_is_a_setting_and_is_said() -> None:
     assert len(IST(neurons, 2, 2).units.groups) == 2 and IST(neurons, 2, 2).recovery == 1
     assert IST(neurons, 2, 2, layers="alternate").units.groups.keys() == {"3"}
     report = shoal.split.ist(image_job(8, 8, 8, steps=2), 2, 2).split
-    assert "every other one is dealt (convs.3)" in str(report) and report.bytes_measured == report.bytes_predicted
+    assert "every other one is distributed (convs.3)" in str(report) and report.bytes_measured == report.bytes_predicted
     assert not shoal.split.ist(make_job(steps=2), 2, 2).split.notes
 
 
@@ -186,7 +188,7 @@ def test_the_volume_is_the_published_formula() -> None:
     """One way, all workers: d*h + (L-2)*h^2/n + h*C floats, and what is not in it: biases, in all workers the last.
 
     With overlap a worker keeps k = o + (1 - o)/n of each layer: n * (k*d*h + k^2*(L-2)*h^2 + k*h*C). Where every other
-    layer is dealt a weight has one owner, or else all n.
+    layer is distributed a weight has one owner, or else all n.
     """
     d, h, c, n = 20, 32, 5, 4
 
@@ -317,7 +319,7 @@ def test_bad_settings_are_one_clear_line(settings: dict[str, Any], line: str) ->
 
 
 def test_a_network_with_nothing_to_deal() -> None:
-    with pytest.raises(SplitError, match="has no units to deal"):
+    with pytest.raises(SplitError, match="has no units to distribute"):
         shoal.split.ist(make_job(lambda: nn.Linear(6, 3).double()), 2)
 
 

@@ -257,7 +257,7 @@ def another_network(link: Link, task: Message) -> None:
         (junk, "not from Shoal"),
         (shortened, "closed"),
         (corrupt, "checksum"),
-        (another_round, "something else"),
+        (another_round, "does not belong to the task"),
         (another_network, "does not fit this job"),
     ],
 )
@@ -326,7 +326,7 @@ def test_workers_hear_why_the_coordinator_ended() -> None:
 def test_addresses() -> None:
     assert Address.parse("a.b:80") == Address("a.b", 80) and str(Address("a", 1)) == "a:1"
     for text in ("a", ":80", "a:", "a:x", "a:0", "a:70000"):
-        with pytest.raises(SplitError, match="is no address; give HOST:PORT"):
+        with pytest.raises(SplitError, match="is not an address; give HOST:PORT"):
             Address.parse(text)
 
 

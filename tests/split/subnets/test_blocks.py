@@ -1,4 +1,4 @@
-"""Residual blocks dealt whole."""
+"""Residual blocks distributed whole."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.errors import SplitError
 from shoal.models import GPT, MLP, Encoder, ResNet18
 from shoal.split.core.state import named_state
-from shoal.split.subnets.deal import deal
+from shoal.split.subnets.assignment import assign_units
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import find_units
 
@@ -35,7 +35,7 @@ def test_every_block_has_one_owner_and_the_rest_is_shared(name: str) -> None:
     model, x = NETWORKS[name]
     units = find_units(model, (x,), blocks=True)
     assert units.blocks is not None
-    hands = deal(units, [2.0, 1.0], seed=0, round=0)
+    hands = assign_units(units, [2.0, 1.0], seed=0, round=0)
     held = [units.slices(hand) for hand in hands]
     inside = frozenset[str]().union(*units.blocks.tensors)
     for tensor in named_state(model):
@@ -81,7 +81,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(
     ("model", "x", "line"),
     [
-        (MLP(4, 5, 2), torch.rand(2, 4), "MLP has 0 residual blocks that can be dealt"),
+        (MLP(4, 5, 2), torch.rand(2, 4), "MLP has 0 residual blocks that can be distributed"),
         (Shared(), torch.rand(6, 4), "shares a.up.weight"),
         (nn.Sequential(nn.Linear(4, 4), Residual(4, 5), nn.Linear(4, 2)), torch.rand(6, 4), "1 residual block that"),
     ],
@@ -95,4 +95,4 @@ def test_too_few_blocks_in_one_line(model: nn.Module, x: Tensor, line: str) -> N
 def test_more_workers_than_blocks_in_one_line() -> None:
     model, x = NETWORKS["gpt"]
     with pytest.raises(SplitError, match="4 workers, but blocks has 3 units"):
-        deal(find_units(model, (x,), blocks=True), [1.0] * 4, seed=0, round=0)
+        assign_units(find_units(model, (x,), blocks=True), [1.0] * 4, seed=0, round=0)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import Pack
 from shoal.models import CNN, GPT, MLP, Encoder, ResNet18
-from shoal.split.subnets.deal import deal
+from shoal.split.subnets.assignment import assign_units
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import find_units
 
@@ -40,7 +40,7 @@ def test_a_narrow_mlp_is_the_whole_one_without_the_other_units(a: int, b: int, b
     model = nn.Sequential(first, nn.BatchNorm1d(a), nn.Tanh(), second, nn.Tanh(), nn.Linear(b, 3)).double()
     x = torch.rand(5, 4, dtype=torch.float64)
     units = find_units(model, (x,))
-    for hand in deal(units, [2.0, 1.0], seed=seed, round=0):
+    for hand in assign_units(units, [2.0, 1.0], seed=seed, round=0):
         whole = masked(model, {"3": mask_of(a, hand["0"]), "5": mask_of(b, hand["3"])})
         part = narrow(model, units, hand, scale=False)
         assert torch.allclose(part(x), whole(x), rtol=1e-12, atol=1e-12)
@@ -53,7 +53,7 @@ def test_a_narrow_cnn_is_the_whole_one_without_the_other_units() -> None:
     model = CNN(width=5, side=8, hidden=7).double()
     x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
     units = find_units(model, (x,))
-    for hand in deal(units, [1.0, 1.0, 1.0], seed=1, round=0):
+    for hand in assign_units(units, [1.0, 1.0, 1.0], seed=1, round=0):
         image = mask_of(5, hand["conv1"])[:, None, None]
         masks = {"conv2": image, "hidden": mask_of(10, hand["conv2"], 4), "head": mask_of(7, hand["hidden"])}
         assert torch.allclose(narrow(model, units, hand, scale=False)(x), masked(model, masks)(x), rtol=1e-12)
@@ -87,9 +87,9 @@ def test_scale_makes_the_mean_of_the_parts_the_whole() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     x = torch.rand(5, 4, dtype=torch.float64)
     units = find_units(model, (x,))
-    parts = [narrow(model, units, hand, scale=True)(x) for hand in deal(units, [1.0] * 4, seed=0, round=0)]
+    parts = [narrow(model, units, hand, scale=True)(x) for hand in assign_units(units, [1.0] * 4, seed=0, round=0)]
     assert torch.allclose(torch.stack(parts).mean(0), model(x), rtol=1e-12)
-    plain = [narrow(model, units, hand, scale=False)(x) for hand in deal(units, [1.0] * 4, seed=0, round=0)]
+    plain = [narrow(model, units, hand, scale=False)(x) for hand in assign_units(units, [1.0] * 4, seed=0, round=0)]
     assert not torch.allclose(torch.stack(plain).mean(0), model(x), rtol=1e-3)
 
 
@@ -168,7 +168,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_the_whole_weights_are_never_copied() -> None:
     model = MLP(4, 256, 3)
     units = find_units(model, (torch.rand(2, 4),))
-    hand = deal(units, [1.0] * 8, seed=0, round=0)[0]
+    hand = assign_units(units, [1.0] * 8, seed=0, round=0)[0]
     with Largest() as largest:  # type: ignore[no-untyped-call]
         part = narrow(model, units, hand)
     assert largest.numel == 32 * 32 == max(p.numel() for p in part.parameters())
@@ -216,7 +216,7 @@ STACKED: dict[str, tuple[nn.Module, Tensor]] = {
 def test_parts_of_one_shape_ride_as_one_stack(name: str) -> None:
     model, x = STACKED[name]
     units = find_units(model, (x,))
-    parts = [narrow(model, units, hand) for hand in deal(units, [1.0, 1.0], seed=0, round=0)]
+    parts = [narrow(model, units, hand) for hand in assign_units(units, [1.0, 1.0], seed=0, round=0)]
     pack = Pack(parts, optimizer=torch.optim.SGD, hparams={"lr": 0.1}, loss=lambda out, _: out.square().mean())
     pack.step(x, x)
     assert {tier for tier, _ in pack.tiers.values()} == {"stacked"}
@@ -226,7 +226,7 @@ def test_parts_of_one_shape_ride_as_one_stack(name: str) -> None:
 def test_parts_of_a_resnet_ride_as_one_stack() -> None:
     model, x = ResNet18(width=4), torch.rand(2, 3, 16, 16)
     units = find_units(model, (x,))
-    parts = [narrow(model, units, hand) for hand in deal(units, [1.0] * 4, seed=0, round=0)]
+    parts = [narrow(model, units, hand) for hand in assign_units(units, [1.0] * 4, seed=0, round=0)]
     pack = Pack(parts, optimizer=torch.optim.SGD, hparams={"lr": 0.1}, loss=lambda out, _: out.square().mean())
     pack.step(x, x)
     assert {tier for tier, _ in pack.tiers.values()} == {"stacked"}

@@ -1,4 +1,4 @@
-"""Slices of a deal: they cover, they are disjoint, and going back and forth changes no bit."""
+"""Slices of an assignment: they cover, they are disjoint, and going back and forth changes no bit."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from tests.split.drawn import Drawn, networks
 from torch import Tensor, nn
 
 from shoal.split.core.state import named_state
-from shoal.split.subnets.deal import deal
+from shoal.split.subnets.assignment import assign_units
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units, find_units
 
@@ -64,10 +64,10 @@ def test_slices_cover_and_are_disjoint_often(drawn: Drawn, shares: list[float], 
 
 def check_slices(drawn: Drawn, shares: list[float], seed: int, number: int) -> None:
     units = find_units(drawn.model, drawn.inputs)
-    hands = deal(units, shares, seed=seed, round=number)
+    hands = assign_units(units, shares, seed=seed, round=number)
     for group in units.groups.values():
-        dealt = torch.cat([hand[group.name] for hand in hands])
-        assert dealt.sort().values.tolist() == list(range(group.size))
+        assigned = torch.cat([hand[group.name] for hand in hands])
+        assert assigned.sort().values.tolist() == list(range(group.size))
         assert all(len(hand[group.name]) for hand in hands)
     counts, expected = owners(drawn.model, units, hands), expected_owners(drawn.model, units, hands)
     for name, count in counts.items():
@@ -91,7 +91,7 @@ def check_round_trip(drawn: Drawn, shares: list[float], seed: int) -> None:
     units = find_units(drawn.model, drawn.inputs)
     state = {name: tensor.detach().clone() for name, tensor in named_state(drawn.model).items()}
     before = {name: tensor.clone() for name, tensor in state.items()}
-    for hand in deal(units, shares, seed=seed, round=0):
+    for hand in assign_units(units, shares, seed=seed, round=0):
         part = narrow(drawn.model, units, hand)
         assert type(part) is type(drawn.model)
         pieces = named_state(part)
@@ -110,7 +110,7 @@ def check_round_trip(drawn: Drawn, shares: list[float], seed: int) -> None:
 @given(networks(), st.integers(2, 4), st.integers(0, 2**31))
 def test_narrow_networks_train(drawn: Drawn, workers: int, seed: int) -> None:
     units = find_units(drawn.model, drawn.inputs)
-    for hand in deal(units, [1.0] * workers, seed=seed, round=0):
+    for hand in assign_units(units, [1.0] * workers, seed=seed, round=0):
         part = narrow(drawn.model, units, hand)
         out = part(*drawn.inputs)
         assert out.shape == drawn.model(*drawn.inputs).shape

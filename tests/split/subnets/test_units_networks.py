@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.errors import SplitError
 from shoal.models import CNN, GPT, MLP, Encoder, LSTMClassifier, ResNet18
 from shoal.split.subnets._check import Probe
-from shoal.split.subnets.deal import deal
+from shoal.split.subnets.assignment import assign_units
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units, find_units
 
@@ -48,7 +48,7 @@ MODELS: list[tuple[str, nn.Module, tuple[Tensor, ...], dict[str, int]]] = [
 def test_models(model: nn.Module, inputs: tuple[Tensor, ...], expected: dict[str, int]) -> None:
     units = find_units(model, inputs)
     assert sizes(units) == expected
-    hands = deal(units, [2.0, 1.0], seed=0, round=0)
+    hands = assign_units(units, [2.0, 1.0], seed=0, round=0)
     for hand in hands:
         part = narrow(model, units, hand)
         torch.autograd.backward(part(*inputs).sum())

@@ -143,7 +143,7 @@ def test_a_mistake_costs_its_trial_alone() -> None:
     assert study.trials[1].user_attrs["error"] == "KeyError: 'data'"
     assert study.trials[3].user_attrs["error"] == "its value is nan"
     assert "has no 'accuracy'" in study.trials[4].user_attrs["error"]
-    assert "dict is no job; pass a shoal.Job" in study.trials[5].user_attrs["error"]
+    assert "dict is not a job; pass a shoal.Job" in study.trials[5].user_attrs["error"]
 
 
 def test_what_is_not_caught_ends_the_study_after_the_group() -> None:

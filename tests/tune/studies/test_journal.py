@@ -66,7 +66,7 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(OutError, match="are no study; use a new or empty folder"):
+    with pytest.raises(OutError, match="are not those of a study; use a new or empty folder"):
         Journal(tmp_path).open(SETTINGS)
 
 

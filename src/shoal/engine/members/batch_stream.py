@@ -20,8 +20,8 @@ class Stream:
         self._feed: Iterator[Any] = iter(())
 
     def at(self, member: Member) -> Iterator[Any]:
-        """Return the member's batches from its position on. Until `went` is called, the iterator's position counts as
-        unknown."""
+        """Return the member's batches from its position on. The iterator's position is unknown until `note_position` is
+        called."""
         self.open(member)
         self._order, self._place = None, -1
         return self._feed
@@ -31,7 +31,7 @@ class Stream:
         reads."""
         if self._order is not member.order or self._place != member.place:
             job, order, source = member.job, member.order, member.data.source
-            assert order is not None, "the member has no rows; deal them first"
+            assert order is not None, "the member has no rows; call assign_rows first"
             if isinstance(source, LoaderSource):
                 self._feed = source.read(job.order_seed, member.epoch, member.place)
             else:
@@ -39,15 +39,15 @@ class Stream:
                 self._feed = source.feed(rest, job.batch_size, seed=job.order_seed, epoch=member.epoch)
             self._order, self._place = member.order, member.place
 
-    def went(self, member: Member) -> None:
-        """Note that all batches taken were used, so that the iterator is at the member's position."""
+    def note_position(self, member: Member) -> None:
+        """Note that all batches that were read have been used, so that the iterator is at the member's position."""
         if member.place == member.num_batches:
             self._feed = iter(())  # frees the epoch's order on the device while other members run
         else:
             self._order, self._place = member.order, member.place
 
 
-def another(feed: Iterator[Any], members: Sequence[Member]) -> bool:
+def has_another_batch(feed: Iterator[Any], members: Sequence[Member]) -> bool:
     """Return whether there is another batch for members that read one feed together.
 
     The length of a DataLoader's epoch is not known in advance, so it is read up to one batch beyond the current

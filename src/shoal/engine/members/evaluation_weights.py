@@ -117,7 +117,7 @@ def _put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def finish_weights(member: Member) -> None:
-    """Give a member that ends the weights that it returns: its best ones, or those of evaluation.
+    """Set the weights that a member returns when it ends: its best ones, or those of evaluation.
 
     What it would need to continue training is stored in `member.trained`.
     """

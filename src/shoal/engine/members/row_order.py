@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.engine.members.member import Member
 
 
-def deal(members: Sequence[Member]) -> None:
+def assign_rows(members: Sequence[Member]) -> None:
     """Give members without rows those of the epoch that they are in or about to begin."""
     wanting = [member for member in members if member.order is None]
     known = [member for member in wanting if member.ahead is not None]

@@ -91,7 +91,7 @@ def _digest(recipe: Recipe, subject: Hashable) -> str:
 
 @functools.cache
 def _version() -> str:
-    from shoal.version import version
+    from shoal.environment import version
 
     return version()
 

@@ -22,10 +22,10 @@ _OMITTED = frozenset({".__dict__", ".__next__", ".cell_contents"})
 """Elements of paths that only distinguish two places of the same object."""
 
 
-def say(path: Path) -> str:
+def path_text(path: Path) -> str:
     """Return a path in the words of the user's code.
 
-    >>> say(("globals", "train", "cfg", "['beta']")), say(("step", "<cfg>", "['beta']"))
+    >>> path_text(("globals", "train", "cfg", "['beta']")), path_text(("step", "<cfg>", "['beta']"))
     ("cfg['beta'] of module train", "cfg['beta'] in the closure of step")
     """
     path = tuple(part for part in path if part not in _OMITTED)
@@ -51,7 +51,7 @@ class Place:
         self.path, self.owner = path, owner
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({say(self.path)})"
+        return f"{type(self).__name__}({path_text(self.path)})"
 
     def get(self) -> Any:
         """Return a copy of the current value, one level deep."""

@@ -23,7 +23,7 @@ from shoal.engine.python_state._compare import same_value, version
 from shoal.engine.python_state._contents import ArrayContent, CachedCalls, Position, TensorContent
 from shoal.engine.python_state._parts import NotSavable
 from shoal.engine.python_state._state_codec import Decoder, Encoder, Plain
-from shoal.engine.python_state.places import Path, Place, key_name, say
+from shoal.engine.python_state.places import Path, Place, key_name, path_text
 from shoal.engine.python_state.state_walk import Walk
 
 Handle = tuple[int, str | None]
@@ -121,9 +121,11 @@ class Keeper:
             if isinstance(place, places.Names):
                 paths = list(place.differences(self._notes[key]))
                 names = {(*place.path, place.element(name)): name for name in place.get()}
-                changed |= {say(p): SHARED for p in paths if p in names and (id(place.owner), names[p]) in handles}
+                changed |= {
+                    path_text(p): SHARED for p in paths if p in names and (id(place.owner), names[p]) in handles
+                }
             elif (id(place.owner), None) in handles:
-                changed[say(place.path)] = SHARED
+                changed[path_text(place.path)] = SHARED
         return changed
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class Keeper:
 
     def _saved(self, encoder: Encoder, place: Place, note: Any) -> Plain:
         if (id(place.owner), None) in self.shared:
-            self._problem(say(place.path), SHARED)
+            self._problem(path_text(place.path), SHARED)
             return LEFT
         if isinstance(place, places.Names):
             now = place.get()
@@ -175,7 +177,7 @@ class Keeper:
             try:
                 name = encoder.value(key)
             except NotSavable as error:
-                self._problem(say((*place.path, key_name(key, number))), str(error))
+                self._problem(path_text((*place.path, key_name(key, number))), str(error))
                 continue
             saved.append([name, self._item(encoder, place, key, value, before.get(key, places.MISSING))])
         return saved
@@ -190,12 +192,12 @@ class Keeper:
             return SAME
         path = place.path if name is None else (*place.path, _element(place, name))
         if isinstance(place, places.Names) and (id(place.owner), name) in self.shared:
-            self._problem(say(path), SHARED)
+            self._problem(path_text(path), SHARED)
             return LEFT
         try:
             return encoder.value(value, anew=anew)
         except NotSavable as error:
-            self._problem(say(path), str(error))
+            self._problem(path_text(path), str(error))
             return LEFT
 
     def _problem(self, where: str, why: str) -> None:
@@ -224,7 +226,7 @@ class Keeper:
                 targets[key] = self._target(decoder, key, content)
             except KeyError:
                 if not partly:
-                    raise KeyError(say(tuple(key.split(_SEPARATOR)[1:]))) from None
+                    raise KeyError(path_text(tuple(key.split(_SEPARATOR)[1:]))) from None
         moved = {
             id(self._places[key].owner): value
             for key, value in targets.items()

@@ -35,7 +35,7 @@ from shoal.engine.python_state.user_code import (
 from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator
 
 MOST_OBJECTS = 200_000
-"""The most objects that are searched; `Walk.complete` tells whether there were more."""
+"""The most objects that are searched; `Walk.complete` says whether these were all."""
 TENSORS = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"})
 """Attributes of a module that are handled separately. The last two are an RNN's second list of its parameters."""
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))

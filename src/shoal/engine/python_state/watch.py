@@ -185,4 +185,4 @@ class ChangeLog:
         steps.append(step)
         if len(steps) < MOST_CHANGES or steps[-1] - steps[-MOST_CHANGES] >= FEW_STEPS * MOST_CHANGES:
             return None
-        return f"what its step reads changes too often ({places.say(changed)})"
+        return f"what its step reads changes too often ({places.path_text(changed)})"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.data.loader import LoaderSource
 from shoal.engine.optim.schedules import ScheduleRunner
-from shoal.engine.python_state.places import say
+from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.state_walk import Walk
 from shoal.engine.python_state.user_code import is_library_function
@@ -83,7 +83,7 @@ def _try_schedule(member: Member, schedule: ScheduleRunner, step_state: Watch) -
 def _refuse_if_changed(step_state: Watch, cause: str) -> None:
     """Raise Untraceable if the watched state has changed."""
     for path in step_state.changes().values():
-        raise Untraceable(f"{cause} changes what its step reads ({say(path)})")
+        raise Untraceable(f"{cause} changes what its step reads ({path_text(path)})")
 
 
 def _can_write(function: Any) -> bool:

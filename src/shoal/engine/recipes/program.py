@@ -7,7 +7,7 @@ made. With `solo=True` the graph runs as it was traced, for one member, with onl
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from shoal.engine.tracing.signature import PerMember, arguments_of, difference, 
 from shoal.engine.tracing.trace import Trace, origin
 from shoal.utils.randomness import Draw
 
+MOST_PROGRAMS = 256
+"""The most programs that `Programs` keeps."""
 Noise = Callable[[int], Tensor]
 """Returns the value of the step's n-th random draw, members first."""
 
@@ -269,6 +271,31 @@ class Program:
 
 class _Nested(list[Any]):
     """A list argument that contains computed values."""
+
+
+class Programs:
+    """The stacked programs of a run, each made once for each composition of a stack."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self._programs: dict[Hashable, Program] = {}
+
+    def get(
+        self,
+        traces: Sequence[Trace],
+        stacked_batch: Sequence[bool],
+        device: torch.device,
+        shared: frozenset[int] = frozenset(),
+    ) -> Program:
+        """Return the program of these traces; see `Program` for the arguments and what it raises."""
+        key = (tuple(trace.number for trace in traces), tuple(stacked_batch), device, shared)
+        if key not in self._programs:
+            while len(self._programs) >= MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = Program(
+                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic, shared=shared
+            )
+        return self._programs[key]
 
 
 def _resolve(arg: Any, values: list[Any]) -> Any:

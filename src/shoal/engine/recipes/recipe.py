@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes._within_epoch import refuse_changes
 from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
+from shoal.engine.recipes.program import Programs
 from shoal.engine.tracing.derive import Known, derive, remember
 from shoal.engine.tracing.fingerprint import fingerprint, without_floats
 from shoal.engine.tracing.patches import Untraceable
@@ -32,13 +33,6 @@ from shoal.engine.tracing.signature import Path, skeleton
 from shoal.engine.tracing.trace import Call, Trace, same_graph, trace
 from shoal.errors import describe
 from shoal.jobs.job import Job
-
-if TYPE_CHECKING:
-    from shoal.engine.recipes.program import Program
-
-
-MOST_PROGRAMS = 256
-"""The most stacked programs that stay in the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +162,7 @@ class TraceCache:
         """Recorded traces, by kind and by the shapes of the batch."""
         self._stream_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
-        self._programs: dict[Hashable, Program] = {}
+        self.programs = Programs(deterministic=deterministic)
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
         """Compiled steps of the `captured` tier, by what they compute and its shape."""
@@ -191,29 +185,6 @@ class TraceCache:
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
         return Recipe(member, steps, optimizer)
-
-    def program(
-        self,
-        traces: Sequence[Trace],
-        stacked_batch: Sequence[bool],
-        device: torch.device,
-        shared: frozenset[int] = frozenset(),
-    ) -> Program:
-        """Return the stacked program of these traces, made once for each composition of a stack; see `Program`.
-
-        Raises:
-            NotStackable: If an operator has no exact member axis.
-        """
-        from shoal.engine.recipes.program import Program
-
-        key = (tuple(trace.number for trace in traces), tuple(stacked_batch), device, shared)
-        if key not in self._programs:
-            while len(self._programs) >= MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            self._programs[key] = Program(
-                traces, device=device, stacked_batch=stacked_batch, deterministic=self.deterministic, shared=shared
-            )
-        return self._programs[key]
 
     def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
         """Trace the training step on a batch of so many rows: `((loss, logs), buffers)`. `twice`: see `trace`."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.engine.python_state.places import say
+from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.watch import ChangeLog
 from shoal.errors import ShoalWarning
 
@@ -38,7 +38,7 @@ class Renewals:
         for runner in runners:
             for member in runner.members:
                 if member.index in changes and member.index not in self._unstacked:
-                    where = say(changes[member.index])
+                    where = path_text(changes[member.index])
                     self._unstacked[member.index] = f"what its step reads changes during an epoch ({where})"
                     warnings.warn(
                         f"{member.name}: {where} changed during an epoch, which a stacked step does not see; from here "

@@ -13,7 +13,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Plan
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Child
-from shoal.engine.runtime.sharing import deal, processes_for
+from shoal.engine.runtime.sharing import assign_members, processes_for
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Executor, Outcome, Unit
 from shoal.jobs.job import Job
@@ -24,7 +24,7 @@ class TimedPack:
     """A pack in the middle of its training; `step(n)` advances every member by n batches."""
 
     def __init__(self, planning: PlanningContext, members: Sequence[Member], count: int = 1) -> None:
-        own_members, *other_shares = deal(members, planning, count) if count > 1 else [list(members)]
+        own_members, *other_shares = assign_members(members, planning, count) if count > 1 else [list(members)]
         self.plan = planning.propose(members)
         self.device = members[0].device
         self._helpers = [Child(partial(_serve, planning, share)) for share in other_shares if share]

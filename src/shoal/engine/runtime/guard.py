@@ -19,7 +19,7 @@ import torch
 
 from shoal.data import Pool
 from shoal.engine.members.member import Member, open_data
-from shoal.engine.members.row_order import deal
+from shoal.engine.members.row_order import assign_rows
 from shoal.engine.planning.planner import Part
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Child, Line
@@ -245,7 +245,7 @@ def _train_alone(member: Member, target: int) -> None:
     """Train one member by itself up to batch `target`."""
     unit = SerialUnit(member)
     while member.batches < target:
-        deal([member])
+        assign_rows([member])
         unit.run(1)
         if member.device.type == "cuda":
             torch.cuda.synchronize()

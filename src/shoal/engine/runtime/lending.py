@@ -1,8 +1,8 @@
 """Use all cores of a CPU in a run with a supervisor: some members train in forked processes for a few seconds.
 
 The supervisor decides in this process which members continue, from all of their values, so members cannot be assigned
-for good. A worker gets some members in their current state, trains each until it pauses or ends, or until its time is
-over, and sends them back. Then those that continue are assigned again, by their work before the next pause.
+once for the whole run. A worker gets some members in their current state, trains each until it pauses or ends, or until
+its time is over, and sends them back. Then those that continue are assigned again, by their work before the next pause.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 ROUND_SECONDS = 0.25
 """The length of a round while members are lent, which is the longest that an idle worker waits for more."""
 LEAST_SECONDS = 0.3
-"""The least seconds of work that are worth a process."""
+"""The fewest seconds of work for which a process is started."""
 HALF = 0.7
 """A stack is halved only if half of it takes at most this share of its work."""
 SLICE_SECONDS, OVERHEAD = 5.0, 0.05
 """A worker's time is at least `SLICE_SECONDS`; longer if starting it and getting its members back took more than this
 share."""
 BUSY_SECONDS, LOOK_SECONDS = 1.0, 10.0
-"""After so many seconds the number of free cores is measured again, at first and at most, since the load of the machine
-changes."""
+"""If only this core is free, the number of free cores is measured again after `BUSY_SECONDS`, and then after twice as
+long each time, up to `LOOK_SECONDS`; otherwise after `LOOK_SECONDS`. The load of the machine changes."""
 
 
 def run_lending(

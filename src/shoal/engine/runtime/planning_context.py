@@ -22,7 +22,6 @@ from shoal.engine.planning.planner import (
     Plan,
     Request,
     Waiting,
-    gain,
     plan,
     predict,
     stack_bytes,
@@ -37,9 +36,8 @@ from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._renewal import Renewals
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
-from shoal.engine.units.build import build, costs, in_step, requests, try_out
+from shoal.engine.units.build import build, in_step, requests, try_out
 from shoal.engine.units.looping import looped, looped_groups
-from shoal.engine.units.trials import lone_seconds
 from shoal.utils.set_up_times import timed
 from shoal.utils.tables import size
 
@@ -106,7 +104,8 @@ class PlanningContext:
         self._requests: dict[int, Request] = {}
         self._parts: dict[int, Part] = {}
         """The parts of the plan, by the number of the unit's runner."""
-        self._taken = 0
+        self.taken = 0
+        """Bytes that are in use whatever runs: the data, and the device's libraries."""
         self.forms: dict[int, str] = {}
         """For a GPU: how each member was last run, by index: a tier, and whether it is compiled."""
         self.add(members)
@@ -128,7 +127,7 @@ class PlanningContext:
         for member in members:
             member.saved_state.watched = member.index not in self.recipes
         all_members = [member for group in self.groups for member in group.members]
-        self._taken = memory.data_bytes(all_members) + memory.workspace_bytes(self.device)
+        self.taken = memory.data_bytes(all_members) + memory.workspace_bytes(self.device)
 
     def _stacked(self) -> list[Member]:
         """Return members that run in stacks, which similar members may join."""
@@ -220,7 +219,7 @@ class PlanningContext:
     def bytes(self, members: Sequence[Member]) -> float:
         """Return the bytes in use if these members run, including the data and the device's libraries."""
         costs = [stack_bytes(stack) for stack in stacks(map(self.request, members))]
-        return self._taken + total_bytes(costs, together=self.gpu)
+        return self.taken + total_bytes(costs, together=self.gpu)
 
     def ticket(self, member: Member, now: float) -> Ticket:
         """Return the ticket of a waiting member, for policies."""
@@ -318,35 +317,6 @@ class PlanningContext:
         self.forms |= {member.index: unit.form for unit in units for member in unit.members}
         if self.forms != previous and self._forms_changed is not None:
             self._forms_changed(self.forms)
-
-    def rehearse(self, proposed: Plan, members: Sequence[Member]) -> None:
-        """On a GPU: build what a plan proposes as training would, and add the measurements to the plan.
-
-        The units are not used afterwards.
-        """
-        by_index = {member.index: member for member in members}
-        running = [by_index[index] for part in proposed.parts for index in part.members]
-        proposed.parts = list({id(part): part for _, part in self.units(running)}.values())
-        self.executor.forget()
-        for part in proposed.parts:
-            part_members = [by_index[index] for index in part.members]
-            part_requests = [self._as_built(member, part) for member in part_members]
-            try:
-                alone = lone_seconds(part_members[0], rounds=9)
-                part_requests = [replace(request, alone=alone) for request in part_requests]
-            except Exception:  # the same error will end this member in training
-                pass
-            part.predicted = predict(part_requests) | part.predicted
-            part.predicted |= gain(part.predicted)
-        self.executor.forget()
-        figures = [part.predicted for part in proposed.parts]
-        costs_by_part = [(p["state_bytes"], p["memory_bytes"] - p["state_bytes"]) for p in figures]
-        proposed.memory_bytes = self._taken + total_bytes(costs_by_part, together=self.gpu)
-
-    def _as_built(self, member: Member, part: Part) -> Request:
-        """Return a member's request, with the costs of the form that its part was given."""
-        values = costs(member, self.recipes.get(member.index), part.tier, compiled="compile_seconds" in part.predicted)
-        return replace(self.request(member), tier=part.tier, **values)
 
     def run_alone(self, member: Member, reason: str) -> Part:
         """Let a member train by itself from now on, and return its part of the plan."""

@@ -29,24 +29,24 @@ from shoal.engine.units.trials import lone_seconds
 from shoal.utils.torch_flags import torch_flags
 
 WORTH_SECONDS = 2.0
-"""From so many predicted seconds of work on, other processes are used."""
+"""Other processes are used if the predicted work takes at least this many seconds."""
 EVEN = 1.1
 """No stack is split if the busiest process has at most this many times the mean work."""
 SPIN_SECONDS = 0.1
 HEAVY_SECONDS = 0.02
-"""From so many seconds of a step on, a network is large enough for torch's threads to matter."""
+"""If a step takes at least this many seconds, the network is large enough for torch's threads to matter."""
 STEP_SECONDS = 2e-4
-"""The assumed seconds of a step of the smallest network."""
+"""The assumed seconds of a step of a very small network."""
 MOMENTS, MOMENT_SECONDS = 3, 0.1
-"""How many times it is looked whether the cores are busy, and the seconds between."""
+"""How often to check whether the cores are busy, and the seconds between two checks."""
 MANY_STEPS = 100
-"""From so many steps of work on, a trial of a few steps is worthwhile."""
+"""If at least this many steps are left, a trial of a few steps is worthwhile."""
 
 
 def processes_for(
     members: Sequence[Member], planning: PlanningContext, threads: int | None, *, busy_too: bool = False
 ) -> int:
-    """Return how many processes these members are worth; `threads` and `busy_too` as in `workers_for`."""
+    """Return how many processes to use for these members; `threads` and `busy_too` as in `workers_for`."""
     if not any(movable(member, planning) for member in members):
         return 1
     count = workers_for(threads, planning.device, predicted_seconds(planning, members), busy_too=busy_too)
@@ -55,7 +55,7 @@ def processes_for(
 
 
 def _processes_pay(members: Sequence[Member], planning: PlanningContext, count: int) -> bool:
-    """Return whether so many processes at once are faster.
+    """Return whether it is faster to use so many processes at once.
 
     It is tried on the largest network, if large networks are most of the work.
     """
@@ -96,7 +96,7 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
         one = lone_seconds(largest)
         with torch_flags(planning.device, most):
             return most if lone_seconds(largest) < one else 1
-    except Exception:  # whatever it is will show in training, where it ends its own member
+    except Exception:  # the same error will end its own member in training
         return 1
 
 
@@ -127,7 +127,7 @@ def usable_cores() -> int:
 
 
 def workers_for(threads: int | None, device: torch.device, seconds: float, *, busy_too: bool = False) -> int:
-    """Return how many processes a run of so many predicted seconds is worth.
+    """Return how many processes to use for a run of so many predicted seconds.
 
     Args:
         threads: None: one process for each free core, whatever torch's thread count is. A number keeps everything in
@@ -169,7 +169,7 @@ def movable(member: Member, planning: PlanningContext) -> bool:
     return traced and not member.data.source.streamed
 
 
-def deal(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
+def assign_members(members: Sequence[Member], planning: PlanningContext, count: int) -> list[list[Member]]:
     """Assign members to `count` processes, the first of which is this one."""
     pieces = [Piece(kind, weight(kind, planning), movable(kind[0], planning)) for kind in kinds_of(members, planning)]
     shares = even_shares(pieces, planning, count)

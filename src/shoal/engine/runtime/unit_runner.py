@@ -72,7 +72,7 @@ class UnitRunner:
 
     def begin(self) -> None:
         """Draw the rows of members that are at the beginning of an epoch."""
-        row_order.deal(self.members)
+        row_order.assign_rows(self.members)
         self.unit.begin_reading()
 
     def look_ahead(self, batches: int) -> None:

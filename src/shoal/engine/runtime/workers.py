@@ -27,14 +27,15 @@ from shoal.engine.runtime._messages import Message, receive
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import Child, Line, take
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.sharing import deal
+from shoal.engine.runtime.sharing import assign_members
 from shoal.errors import describe
 from shoal.reporting.events import Event, Wire, happened
 
 READY_SECONDS = 20.0
-"""A worker that has not answered by then hangs in something it inherited, and its units run in this process."""
+"""If a worker has not answered after so many seconds, something that it inherited, such as a lock, blocks it, and its
+members train in this process."""
 READER_SECONDS = 20.0
-"""How long to wait until a worker's last messages are read. A pipe that another process holds open is not closed."""
+"""How long to wait until a worker's last messages are read. If another process has the pipe open, it has no end."""
 
 Tell = Callable[[Event], None]
 Requeue = Callable[[Member], None]
@@ -55,7 +56,7 @@ def run_shared(
 ) -> None:
     """Train these members in `count` processes, including this one. Members that are added later go to
     `all_members`."""
-    own_members, *other_shares = deal(members, planning, count) if count > 1 else [list(members)]
+    own_members, *other_shares = assign_members(members, planning, count) if count > 1 else [list(members)]
     planning.budget /= max(1, count)
     if any(other_shares):
         planning.executor.most_threads = 0
@@ -132,7 +133,7 @@ class WorkerHandle:
         x.sum().backward()  # type: ignore[no-untyped-call]  # raises if autograd's threads were lost in the fork
 
     def finish(self, line: Line) -> None:
-        """Send further results after the run has ended."""
+        """Send further results after the run has ended; here there are none."""
 
     def fail(self, error: Exception, line: Line) -> None:
         """Report an exception that ended the run."""
@@ -144,7 +145,7 @@ class WorkerHandle:
         run = self._make(members, line)
         return lambda: run
 
-    def _live(self, pipe: Connection) -> None:
+    def _run_in_worker(self, pipe: Connection) -> None:
         """Run in the worker: train, send events, send members back."""
         line, members = Line(pipe), list(self.members.values())
         try:
@@ -172,7 +173,7 @@ class WorkerHandle:
     def start(self) -> bool:
         """Fork, and return whether the worker has started and can train."""
         try:
-            self._child = Child(self._live)
+            self._child = Child(self._run_in_worker)
         except OSError as error:
             self.problem = describe(error)
             return False
@@ -180,7 +181,7 @@ class WorkerHandle:
         self._reader.start()
         try:
             message = self._inbox.get(timeout=READY_SECONDS)
-            kind, *content = message.load() if message is not None else ("cannot", "it ended without a word")
+            kind, *content = message.load() if message is not None else ("cannot", "it ended without a message")
         except queue.Empty:
             kind, content = "cannot", [f"it did not answer within {READY_SECONDS:.0f} seconds"]
         self.started = kind == "ready"

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource
-from shoal.engine.members.batch_stream import Stream, another
+from shoal.engine.members.batch_stream import Stream, has_another_batch
 from shoal.engine.members.member import Member
 
 
@@ -46,7 +46,7 @@ class Feed:
 
     def has_next(self) -> bool:
         """Return whether there is another batch. An epoch of a DataLoader may end within a turn."""
-        return not self.batched or another(self._feeds[0], self.members)
+        return not self.batched or has_another_batch(self._feeds[0], self.members)
 
     def kind(self, batch: Any) -> int:
         """Return the number of the batch's kind, for members that read whole batches from a DataLoader."""
@@ -55,7 +55,7 @@ class Feed:
         return source.kind(batch)
 
     def next_batch(self) -> Any:
-        """Return the next batch as the DataLoader gives it."""
+        """Return the next batch as the DataLoader returns it."""
         return next(self._feeds[0])
 
     @property
@@ -66,7 +66,7 @@ class Feed:
         """Return the row numbers of the coming batches: [n] if shared, else [M, n]."""
         each = []
         for member in self._readers:
-            assert member.order is not None, "the member has no rows; deal them first"
+            assert member.order is not None, "the member has no rows; call assign_rows first"
             start = member.place * self.size
             each.append(member.order[start : start + batches * self.size])
         return each[0] if self.shared else torch.stack([each[slot] for slot in self.rows])
@@ -88,7 +88,7 @@ class Feed:
         return [torch.stack([column[slot] for slot in self.rows]) for column in zip(*parts, strict=True)]
 
     def finish(self) -> None:
-        """Note that all batches were used and the members' positions moved on, so that open streams stay in place."""
+        """Note that all batches were used and members are at their new positions, so that open streams can continue."""
         if not self.in_memory:
             for member in self._readers:
-                self.streams[member.index].went(member)
+                self.streams[member.index].note_position(member)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -123,10 +123,14 @@ class Stack:
         return self.own_state[len(self.params) - sum(i < len(self.params) for i in self.shared) :]
 
     @property
+    def _average_tensors(self) -> list[Tensor]:
+        return [] if self.averages is None else self.averages.values
+
+    @property
     def row_bytes(self) -> int:
         """The bytes that one member occupies in the stack."""
-        averages = self.averages.values if self.averages is not None else []
-        return sum(t.nbytes for t in (*self.own_state, *self.optimizer.tensors(), *averages)) // len(self.rows)
+        tensors = (*self.own_state, *self.optimizer.tensors(), *self._average_tensors)
+        return sum(tensor.nbytes for tensor in tensors) // len(self.rows)
 
     @property
     def clips_by_value(self) -> bool:
@@ -226,9 +230,8 @@ class Stack:
 
     def _member_tensors(self, slot: int) -> list[Tensor]:
         """Return all tensors of one member: its rows of weights, buffers, optimizer state and averages."""
-        averages = self.averages.values if self.averages is not None else []
         state = (tensor.detach()[slot] for tensor in self.own_state)
-        return [*state, *self.optimizer.rows(slot), *(value[slot] for value in averages)]
+        return [*state, *self.optimizer.rows(slot), *(value[slot] for value in self._average_tensors)]
 
     def _write_back(self, slots: Sequence[int]) -> None:
         device_rows = [self._member_tensors(slot) for slot in slots]
@@ -246,117 +249,111 @@ class Stack:
                     target.copy_(row if target.device == row.device else on_device)
             if member.batches:
                 _set_module_attributes(member.model, self.recipes[slot])
-            end = len(values) - (len(self.averages.values) if self.averages is not None else 0)
+            end = len(values) - len(self._average_tensors)
             member.optimizer_state = self.optimizer.state_dict(slot, values[len(targets) : end])
             if self.averages is not None:
                 member.average = self.averages.member_state(slot, self.names, values[end:])
             member.schedule_state = self.optimizer.schedule_state(slot)
             member.scaler_state = None if scaler is None else scaler.state_dict(slot)
 
-    @torch.no_grad()
-    def merged(self, other: Stack, size: int) -> Stack:
-        """Return one stack of the members of both stacks, each with its current state."""
-        mine, theirs = len(self.recipes), len(other.recipes)
-        recipes = [*self.recipes, *other.recipes]
-        order = ordered(recipes)
-        rows = _pad(order, size)
-        in_order = rows == list(range(mine + theirs))
+    # --- members join and leave -------------------------------------------------------------------------------------
 
-        def both(a: Tensor, b: Tensor) -> Tensor:
-            joined = torch.cat([a.detach()[:mine], b.detach()[:theirs]])
-            return joined if in_order else joined[rows]
+    def _row_tensors(self, shared: Collection[int], clips: bool) -> list[Tensor]:
+        """Return the tensors that have a row for each member, except those of the optimizer.
 
+        Args:
+            shared: Indices into `state` of tensors to leave out.
+            clips: Whether clipping limits are among them; they are infinite for members that do not clip.
+        """
+        own_state = [tensor for i, tensor in enumerate(self.state) if i not in shared]
+        scaler = [] if self.scaler is None else [self.scaler.scale_M, self.scaler.growth_tracker_M]
+        limits = self.clip_limits
+        if limits is None:
+            limits = torch.full((len(self.rows),), math.inf, dtype=torch.float64, device=self.device)
+        tensors = (*own_state, self.active, *scaler, *([limits] if clips else []), *self._average_tensors)
+        return [tensor.detach() for tensor in tensors]
+
+    def _pairs(self, other: Stack) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each of the stack's row tensors with that of another stack."""
+        clips = self.clip_limits is not None
+        return zip(self._row_tensors(self.shared, clips), other._row_tensors(self.shared, clips), strict=True)
+
+    def _rebuilt(self, recipes: list[Recipe], rows: list[int], *stacks: Stack) -> Stack:
+        """Return a stack with copies of some rows of these stacks, and without its optimizer.
+
+        Args:
+            recipes: The members of the new stack.
+            rows: For each row of the new stack, a position among the members of all `stacks`.
+            stacks: Those that the rows come from; this one is the first.
+        """
+        size, counts = len(rows), [len(stack.recipes) for stack in stacks]
+        clips = any(stack.clip_limits is not None for stack in stacks)
+
+        def chosen(parts: tuple[Tensor, ...]) -> Tensor:
+            if len(parts) == 1:
+                return parts[0][rows]
+            joined = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+            return joined if rows == list(range(sum(counts))) else joined[rows]
+
+        tensors_of = [stack._row_tensors(self.shared, clips) for stack in stacks]
+        tensors = iter([chosen(parts) for parts in zip(*tensors_of, strict=True)])
         new = copy.copy(self)
-        new.recipes, new.rows = [recipes[i] for i in order], _pad(range(len(order)), size)
+        new.recipes, new.rows = recipes, _pad(range(len(recipes)), size)
+        new.shared = self.shared if size > 1 else frozenset()
         state = [
-            _expand_members(a[0], size) if i in self.shared else both(a, b)
-            for i, (a, b) in enumerate(zip(self.state, other.state, strict=True))
+            _expand_members(tensor[0], size) if i in self.shared else next(tensors)
+            for i, tensor in enumerate(self.state)
         ]
         new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
         new.buffers = state[len(self.params) :]
-        new.active = both(self.active, other.active)
-        new.scaler = None
-        if (a := self.scaler) is not None and (b := other.scaler) is not None:
-            new.scaler = a.on(both(a.scale_M, b.scale_M), both(a.growth_tracker_M, b.growth_tracker_M))
-        new.clip_limits = None
-        if self.clip_limits is not None or other.clip_limits is not None:
-            new.clip_limits = both(self._limits_or_inf(), other._limits_or_inf())
-        new.optimizer = self.optimizer.merged(new, other.optimizer)
-        if (x := self.averages) is not None and (y := other.averages) is not None:
-            all_rows = [*x.rows[:mine], *y.rows[:theirs]]
-            values = iter([both(a, b) for a, b in zip(x.values, y.values, strict=True)])
-            new.averages = x.each(lambda _: next(values), [all_rows[row] for row in rows])
+        new.active = next(tensors)
+        new.scaler = None if self.scaler is None else self.scaler.on(next(tensors), next(tensors))
+        new.clip_limits = next(tensors) if clips else None
+        if self.averages is not None:
+            pairs = zip(stacks, counts, strict=True)
+            progress = [row for stack, count in pairs if stack.averages for row in stack.averages.rows[:count]]
+            new.averages = self.averages.each(lambda _: next(tensors), [progress[row] for row in rows])
         return new
 
-    def _limits_or_inf(self) -> Tensor:
-        """Return the gradient clipping limit of every row; infinity if it does not clip."""
-        if self.clip_limits is not None:
-            return self.clip_limits
-        return torch.full((len(self.rows),), float("inf"), dtype=torch.float64, device=self.device)
-
     @torch.no_grad()
-    def put(self, rows: Sequence[int], other: Stack) -> None:
-        """Replace the members in these rows by another stack's members, in place and in their order."""
-        for row, recipe in zip(rows, other.recipes, strict=True):
-            self.recipes[row] = recipe
-        pairs = [(a, b) for i, (a, b) in enumerate(zip(self.state, other.state, strict=True)) if i not in self.shared]
-        pairs.append((self.active, other.active))
-        if self.scaler is not None and other.scaler is not None:
-            pairs.append((self.scaler.scale_M, other.scaler.scale_M))
-            pairs.append((self.scaler.growth_tracker_M, other.scaler.growth_tracker_M))
-        if self.clip_limits is not None:
-            pairs.append((self.clip_limits, other._limits_or_inf()))
-        assert self.averages is None, "a stack with averages is not captured"
-        index = torch.tensor(rows, device=self.device)
-        for ours, value in pairs:
-            ours.detach().index_copy_(0, index, value.detach())
-        self.optimizer.put(rows, index, other.optimizer)
+    def merged(self, other: Stack, size: int) -> Stack:
+        """Return one stack of the members of both stacks, each with its current state."""
+        recipes = [*self.recipes, *other.recipes]
+        order = ordered(recipes)
+        new = self._rebuilt([recipes[i] for i in order], _pad(order, size), self, other)
+        new.optimizer = self.optimizer.merged(new, other.optimizer)
+        return new
+
+    def keep(self, slots: Sequence[int], size: int) -> Stack:
+        """Return a stack with only these members, which keeps their state and order."""
+        assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
+        rows = _pad(slots, size)
+        new = self._rebuilt([self.recipes[slot] for slot in slots], rows, self)
+        new.optimizer = self.optimizer.keep(new, rows)
+        return new
 
     @torch.no_grad()
     def take(self, slots: Sequence[int], part: Stack) -> None:
         """Copy these slots back from `part`, a stack that `keep` made of them."""
         rows = [row for row, slot in enumerate(self.rows) if slot in slots]
         theirs = [list(slots).index(self.rows[row]) for row in rows]
-
-        def copy_rows(ours: Tensor, value: Tensor) -> None:
-            ours.detach()[rows] = value.detach()[theirs]
-
-        for ours, value in zip(self.own_state, part.own_state, strict=True):
-            copy_rows(ours, value)
-        copy_rows(self.active, part.active)
-        if self.scaler is not None and part.scaler is not None:
-            copy_rows(self.scaler.scale_M, part.scaler.scale_M)
-            copy_rows(self.scaler.growth_tracker_M, part.scaler.growth_tracker_M)
+        for ours, value in self._pairs(part):
+            ours[rows] = value[theirs]
         if self.averages is not None and part.averages is not None:
-            for ours, value in zip(self.averages.values, part.averages.values, strict=True):
-                copy_rows(ours, value)
             for row, their in zip(rows, theirs, strict=True):
                 self.averages.rows[row] = replace(part.averages.rows[their])
         self.optimizer.take(part.optimizer, rows, theirs)
 
-    def keep(self, slots: Sequence[int], size: int) -> Stack:
-        """Return a stack with only these members, which keeps their state and order."""
-        assert list(slots) == sorted(slots), "members of one kind of optimizer stay neighbours"
-        rows = _pad(slots, size)
-        new = copy.copy(self)
-        new.recipes = [self.recipes[slot] for slot in slots]
-        new.rows = _pad(range(len(slots)), size)
-        new.shared = self.shared if size > 1 else frozenset()
-        state = [
-            _expand_members(tensor.detach()[0], size) if i in self.shared else tensor.detach()[rows]
-            for i, tensor in enumerate(self.state)
-        ]
-        new.params = [p.requires_grad_(a.requires_grad) for a, p in zip(self.params, state, strict=False)]
-        new.buffers = state[len(self.params) :]
-        new.active = self.active[rows]
-        new.scaler = self.scaler
-        if new.scaler is not None:
-            new.scaler = new.scaler.on(new.scaler.scale_M[rows], new.scaler.growth_tracker_M[rows])
-        new.clip_limits = None if self.clip_limits is None else self.clip_limits[rows]
-        new.optimizer = self.optimizer.keep(new, rows)
-        if self.averages is not None:
-            new.averages = self.averages.each(lambda value: value[rows], [self.averages.rows[row] for row in rows])
-        return new
+    @torch.no_grad()
+    def put(self, rows: Sequence[int], other: Stack) -> None:
+        """Replace the members in these rows by another stack's members, in place and in their order."""
+        assert self.averages is None, "a stack with averages is not captured"
+        for row, recipe in zip(rows, other.recipes, strict=True):
+            self.recipes[row] = recipe
+        index = torch.tensor(rows, device=self.device)
+        for ours, value in self._pairs(other):
+            ours.index_copy_(0, index, value)
+        self.optimizer.put(rows, index, other.optimizer)
 
 
 def _set_module_attributes(model: nn.Module, recipe: Recipe) -> None:

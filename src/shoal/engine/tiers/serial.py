@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal.data.pool import batch_rows
-from shoal.engine.members.batch_stream import Stream, another, own_batch
+from shoal.engine.members.batch_stream import Stream, has_another_batch, own_batch
 from shoal.engine.members.evaluation_weights import complete_average, update_average, with_evaluation_weights
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
@@ -82,13 +82,13 @@ class SerialUnit(Unit):
         with draws(member) as begin:
             for _ in range(batches):
                 begin()
-                if not another(feed, self.members):
+                if not has_another_batch(feed, self.members):
                     break
                 self._batch(feed)
                 member.batches += 1
                 if self._failed is not None:
                     break
-        self._stream.went(member)
+        self._stream.note_position(member)
 
     def begin_reading(self) -> None:
         if self.member.batched:

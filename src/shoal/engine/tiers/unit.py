@@ -315,7 +315,7 @@ class Executor:
             alone = caught.reasons
         except MemberError as caught:
             if context_lost(caught.cause):
-                raise caught.cause from caught  # it cannot be told from here which member caused it
+                raise caught.cause from caught  # it is unknown here which member caused it
             error, full = (None, memory_message(caught.cause)) if out_of_memory(caught.cause) else (caught, None)
         except Exception as caught:
             if not out_of_memory(caught):

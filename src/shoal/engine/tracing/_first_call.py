@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shoal.engine.python_state.places import Attributes, Path, say
+from shoal.engine.python_state.places import Attributes, Path, path_text
 from shoal.engine.python_state.preserve import PythonState, preserved
 from shoal.engine.tracing.patches import Untraceable
 from shoal.errors import describe
@@ -52,7 +52,7 @@ def record_repeatable(
     Args:
         copy_model: Returns a new copy of the model.
         reached: The functions and objects besides the model that the step may use. Their state is restored afterwards.
-        record: Records the step on a copy. Also returns a function that tells whether a second run does the same.
+        record: Records the step on a copy. Also returns a function that checks whether a second run does the same.
         run: Runs the step on a copy with real data.
         twice: Whether to run the step a second time. If False, both recordings are the first one.
 
@@ -62,7 +62,7 @@ def record_repeatable(
     model = copy_model()
     with preserved({"step": reached, "model": model}, skip=model) as state:
         if state.unrestorable:
-            raise Untraceable(f"it reads from an iterator that cannot be put back ({say(state.unrestorable[0])})")
+            raise Untraceable(f"it reads from an iterator that cannot be restored ({path_text(state.unrestorable[0])})")
         if not state.complete:
             raise Untraceable("its step reaches more Python objects than can be watched")
         try:
@@ -136,10 +136,10 @@ def _refusal(path: Path, state: PythonState) -> str:
     """Return the reason why a step that changes the state at this path cannot be recorded."""
     place = state.place_at(path)
     if place.data:
-        return f"it changes a tensor that is neither a parameter nor a buffer ({say(path)})"
+        return f"it changes a tensor that is neither a parameter nor a buffer ({path_text(path)})"
     if isinstance(place, Attributes) and isinstance(place.owner, nn.Module):
-        return f"its forward changes python attributes of the model ({say(path)})"
-    return f"it changes python state (a counter, an iterator, random numbers of its own: {say(path)})"
+        return f"its forward changes python attributes of the model ({path_text(path)})"
+    return f"it changes python state (a counter, an iterator, random numbers of its own: {path_text(path)})"
 
 
 def _without_constants(trace: Trace) -> list[Hashable]:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 import shoal
 from shoal.engine.python_state.module_modes import change_by_eval
-from shoal.engine.python_state.places import say
+from shoal.engine.python_state.places import path_text
 from shoal.engine.tracing._calls import Calls, same_arguments
 from shoal.engine.tracing._constants import Constants
 from shoal.engine.tracing._first_call import record_repeatable
@@ -164,7 +164,7 @@ def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
         raise Untraceable(f"the model cannot be copied ({describe(error)[:180]})") from error
     changed = change_by_eval(twin) if evaluating else None
     if changed is not None:
-        raise Untraceable(f"its train() method changes more than modes of modules ({say(changed)})")
+        raise Untraceable(f"its train() method changes more than modes of modules ({path_text(changed)})")
     return twin
 
 

@@ -1,4 +1,4 @@
-"""Measure the ways against each other: in turns on a CPU, one at a time on a GPU.
+"""Measure different ways to train the same networks: in turns on a CPU, one at a time on a GPU.
 
 The speed of a CPU changes with the load of others, so all ways stay ready and take turns; a ratio is the median over
 rounds of ratios within a round. On a GPU each way has the device alone and ends before the next begins.
@@ -54,7 +54,7 @@ class Settings:
         if self.rounds < 1:
             raise ValueError(f"rounds is {self.rounds}; measure at least 1")
         if self.limit <= 0:
-            raise ValueError(f"limit is {self.limit:g} s; give it time to run")
+            raise ValueError(f"limit is {self.limit:g} s; use more than 0")
 
 
 @dataclass(kw_only=True)
@@ -111,8 +111,8 @@ def _measure_alone(jobs: Sequence[Job], settings: Settings) -> tuple[Memory, int
 
 
 def _serve(name: str, spec: Spec, settings: Settings, pipe: Connection) -> None:
-    """Set up a way in a child process, send its outcome so far and the seconds of a step, then step or measure on
-    request."""
+    """Set up one way to train in a child process, and send its outcome so far and the seconds of a step. Then take
+    steps, or measure the memory, on request."""
     device = settings.device
     prepare_torch(device, settings.threads)
     meter, jobs = Meter(device), workload(spec)
@@ -178,7 +178,7 @@ class _Row:
 
 
 def _share(end: float, left: int) -> float:
-    """Return when the first of `left` must be done, so that one slow compilation takes no time from the others."""
+    """Return when the first of `left` tasks must be done, so that a slow one takes no time from the others."""
     now = time.monotonic()
     return now + (end - now) / left
 

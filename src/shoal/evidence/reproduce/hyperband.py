@@ -278,7 +278,7 @@ def _line(way: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], console: Any) -> None:
-    """Print our numbers beside the others and the published gain."""
+    """Print all measured numbers and the published gain."""
     from rich.table import Table
 
     shown = Table("way", "seconds", "gain", "trials", "epochs", "best accuracy", "note")
@@ -306,7 +306,7 @@ def table(result: dict[str, Any], console: Any) -> None:
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """Return label, our number and the published one for each bar of the picture."""
+    """Return the label, the measured number and the published one for each bar of the picture."""
     return [
         (TITLES[line["way"]], line["gain"], result["published"]) for line in result["lines"] if line["way"] != "one"
     ]

@@ -108,7 +108,7 @@ class AsynchronousUnit(PlacedUnit):
                     member.losses += [float("nan")] * (left)
                     member.place += left
                     break
-        self._stream.went(member)
+        self._stream.note_position(member)
 
     def _batches(self, count: int) -> Iterator[Batch]:
         member, size = self.member, self.job.batch_size

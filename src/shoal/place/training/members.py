@@ -22,14 +22,14 @@ from shoal.split.net.messages import END, text_message
 from shoal.utils.tables import duration
 
 QUIET_SECONDS = 5.0
-"""A worker whose link was idle for so long is asked whether it is alive."""
+"""A worker whose link was idle for so many seconds is asked whether it is alive."""
 PING_SECONDS = 3.0
-"""How long a process that computes may take to answer."""
+"""How many seconds a process may take to answer while it computes."""
 MOST_EXTENSIONS = 4
 """How often a deadline is extended for workers that answer."""
 SLOW_BYTES, SLOW_SECONDS, SLOW_TIMES = 1 << 16, 0.5, 10
-"""A link is too slow if a round trip of so many bytes takes more seconds than this, and so many times the usual
-time."""
+"""A link is too slow if a round trip of `SLOW_BYTES` takes more than `SLOW_SECONDS`, and more than `SLOW_TIMES` times
+the usual time."""
 END_SECONDS = 2.0
 
 
@@ -52,11 +52,11 @@ class Connected:
     """Which GPU it has, see `gpu_of`; empty: none."""
     share: float = 1.0
     fresh: bool = True
-    """Whether it must be sent the whole state."""
+    """Whether the server must send it the whole state."""
     owed: bool = False
-    """Whether it has not been sent the last update yet."""
+    """Whether the server must still send it the last update."""
     news: dict[str, Any] = field(default_factory=dict)
-    """The numbers of an asynchronous update with its own gradients that it has not been sent yet."""
+    """The numbers of an asynchronous update with its own gradients that the server must still send it."""
     group_bytes: int = 0
     """Bytes that it has sent to other workers."""
 

@@ -275,7 +275,7 @@ class Server(Joining):
                 torch.set_rng_state(tensors["rng"].clone())
         expected = len(self.back.batched)
         if arrived.numbers.get("chunk") != chunk or any(str(i) not in tensors for i in range(expected)):
-            raise WorkerLost(share.worker, "it sent something else than what it was asked for")
+            raise WorkerLost(share.worker, "it did not send what it was asked for")
         return [tensors[str(i)] for i in range(expected)]
 
     def _send_gradients(

@@ -74,7 +74,7 @@ class WholeNetwork(Method):
         return job.epochs * Reading(job, len(self.data), shard).steps
 
     def shards_of(self, workers: Sequence[Worker]) -> list[tuple[int, int]]:
-        """Say which shard each worker reads.
+        """Return the shard that each worker reads.
 
         A worker that holds a shard reads that one. Others read the shard of their number, or a free one if it is taken.
         """

@@ -25,7 +25,7 @@ from shoal.split.core.method import Worker
 from shoal.split.core.parts import Part, Slice, Tensors
 from shoal.split.methods.averaging import WholeNetwork
 from shoal.split.methods.renorm import device_of, renormalise
-from shoal.split.subnets.deal import WHOLE_LAYER, Layers, deal, dealt_layers, neighbours
+from shoal.split.subnets.assignment import WHOLE_LAYER, Layers, assign_units, distributed_layers, neighbours
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import WHOLE_STREAM, Units, find_units, without_streams
 
@@ -82,13 +82,13 @@ class IST(WholeNetwork):
         self.moments = settings.moments
         batch = self.data.take(0, min(FEW, len(self.data)))
         units = units_of(self.member.job, self.model, batch, settings.blocks, settings.streams)
-        self.units = dealt_layers(units, settings.layers)
+        self.units = distributed_layers(units, settings.layers)
         recovery = settings.recovery
         if recovery is None:
             recovery = int(settings.workers > 1 and self.rounds >= MANY_ROUNDS and any(neighbours(self.units).values()))
         self.recovery = min(recovery, self.rounds)
         # A trial, which raises an error now if there are too many workers.
-        deal(self.units, [1.0] * settings.workers, seed=0, round=0, overlap=settings.overlap)
+        assign_units(self.units, [1.0] * settings.workers, seed=0, round=0, overlap=settings.overlap)
         decided = {
             "blocks": self.units.blocks is not None,
             "streams": WHOLE_STREAM not in self.units.whole.values(),
@@ -104,9 +104,9 @@ class IST(WholeNetwork):
         if number >= self.rounds - self.recovery:
             return parts
         seed, shares = self.member.job.seed, self._shares_of(workers)
-        dealt = deal(self.units, shares, seed=seed, round=number, overlap=self.given.overlap)
+        assigned = assign_units(self.units, shares, seed=seed, round=number, overlap=self.given.overlap)
         which = "learn" if self.given.backward_only else "keep"
-        return [replace(part, **{which: units}) for part, units in zip(parts, dealt, strict=True)]  # type: ignore[arg-type]
+        return [replace(part, **{which: units}) for part, units in zip(parts, assigned, strict=True)]  # type: ignore[arg-type]
 
     def _shares_of(self, workers: Sequence[Worker]) -> list[float]:
         shares = self.given.shares

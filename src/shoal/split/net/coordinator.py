@@ -1,5 +1,4 @@
-"""The coordinator's side: it trains parts on workers in other processes, and waits for none longer than the
-deadline."""
+"""Train parts on workers in other processes. The coordinator waits for no worker longer than the deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, probe_link
 from shoal.split.net.messages import END, OUTCOME, RAISED, text_message
 
 END_SECONDS = 2.0
-"""How long telling a worker that the run has ended may take."""
+"""How long it may take to send a worker the end of the run."""
 
 
 class WorkerRaised(ShoalError):
@@ -124,7 +123,7 @@ class Distributed:
     # --- the workers ------------------------------------------------------------------------------------------------
 
     def roll(self, number: int) -> Sequence[Worker]:
-        """Return the workers of this round; wait for the first ones, or if there is none."""
+        """Return the workers of this round. Waits for the first ones, and whenever there are none."""
         self._add_workers(self._admission.arrivals(needed=not self._workers))
         if not self._workers:
             raise SplitError(self._admission.nobody())
@@ -184,7 +183,7 @@ class Distributed:
             raise WorkerRaised(reply.text)
         expected = (OUTCOME, task.round, task.part.number)
         if (reply.header.kind, reply.header.round, reply.header.number) != expected:
-            raise LinkLost("it answered something else than what it was asked")
+            raise LinkLost("its answer does not belong to the task that it got")
         return self._outcomes.received(task, read_outcome(reply))
 
     def _gather(self, running: dict[Future[Outcome], _Turn], began: float) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member
+from shoal.environment import version
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
 from shoal.split.net.messages import VERSION
 from shoal.storage.jobtable import describe_settings
-from shoal.version import version
 
 Plan = dict[str, Any]
 PRIVATE = "its own"

@@ -144,5 +144,5 @@ class Torchrun:
         try:
             rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         except ValueError:
-            raise SplitError("RANK, WORLD_SIZE or MASTER_PORT is no number; start this with torchrun") from None
+            raise SplitError("RANK, WORLD_SIZE or MASTER_PORT is not a number; start this with torchrun") from None
         return Torchrun(rank, world, Address(environment["MASTER_ADDR"], port + 1))

@@ -59,7 +59,7 @@ class Address:
         """Parse HOST:PORT."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdigit() or not (0 if any_port else 1) <= int(port) < 65536:
-            raise SplitError(f"{text!r} is no address; give HOST:PORT, such as 10.0.0.1:29500")
+            raise SplitError(f"{text!r} is not an address; give HOST:PORT, such as 10.0.0.1:29500")
         return Address(host, int(port))
 
 
@@ -246,7 +246,7 @@ def _request(where: Address, ask: dict[str, Any], seconds: float) -> tuple[Link,
         raise LinkLost(f"the coordinator at {where} did not answer ({describe(error)})") from error
     except (WireError, ValueError, TypeError):
         link.close()
-        raise Refused(f"{where} is no coordinator of Shoal's; check the address") from None
+        raise Refused(f"{where} is not a coordinator of Shoal; check the address") from None
 
 
 def _reach(where: Address, seconds: float) -> socket.socket:

@@ -46,15 +46,15 @@ def find_blocks(model: nn.Module, inputs: Sequence[Any]) -> Units:
     if len(by_name) < 2:
         why = "; ".join(f"{name}: {reason}" for name, reason in whole.items())
         raise SplitError(
-            f"{type(model).__name__} has {len(by_name)} residual block{'s' * (len(by_name) != 1)} that can be dealt"
-            f"{f' ({why})' * bool(why)}: a split by blocks needs two or more; use blocks=False"
+            f"{type(model).__name__} has {len(by_name)} residual block{'s' * (len(by_name) != 1)} that can be "
+            f"distributed{f' ({why})' * bool(why)}: a split by blocks needs two or more; use blocks=False"
         )
     blocks = Blocks(GROUP, tuple(by_name), tuple(by_name.values()))
-    dealt = frozenset().union(*by_name.values())
+    in_blocks = frozenset().union(*by_name.values())
     state = named_state(model)
     return Units(
         groups={GROUP: Group(GROUP, len(by_name), "block", ())},
-        whole=whole | {name: "it is outside the residual blocks" for name in state if name not in dealt},
+        whole=whole | {name: "it is outside the residual blocks" for name in state if name not in in_blocks},
         spans={name: tuple(Span(n) for n in tensor.shape) for name, tensor in state.items()},
         blocks=blocks,
     )

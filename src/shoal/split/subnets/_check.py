@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from shoal.errors import describe
 from shoal.split.core.state import named_state
 from shoal.split.subnets._record import shell
-from shoal.split.subnets.deal import shuffled
+from shoal.split.subnets.assignment import shuffled
 from shoal.split.subnets.narrow import narrow
 from shoal.split.subnets.units import Units
 
@@ -86,9 +86,9 @@ class Probe:
 
     def fault(self, units: Units) -> str:
         """Return what is wrong when these groups are cut at once; empty if nothing is."""
-        for deal, share in ((0, 2), (1, 3), (2, 1_000_000)):  # a half of the units, a third, and one
+        for number, share in ((0, 2), (1, 3), (2, 1_000_000)):  # a half of the units, a third, and one
             keep = {
-                name: torch.from_numpy(shuffled(name, group.size, 0, deal)[: 1 + (group.size - 1) // share]).sort()[0]
+                name: torch.from_numpy(shuffled(name, group.size, 0, number)[: 1 + (group.size - 1) // share]).sort()[0]
                 for name, group in units.groups.items()
             }
             try:

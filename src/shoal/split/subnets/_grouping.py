@@ -1,4 +1,4 @@
-"""From axes to units: leaves that were not fixed become groups, as plain data."""
+"""Make groups of units from axes: each leaf of an axis that may be cut becomes a group, as plain data."""
 
 from __future__ import annotations
 

@@ -267,6 +267,6 @@ def nothing_to_cut(model: nn.Module, units: Units) -> str:
     reasons = reasons or list(units.whole.values()) or ["it has no parameters"]
     main = max(set(reasons), key=reasons.count)
     return (
-        f"{type(model).__name__} has no units to deal: {main}; a split needs a hidden width of at least two, as "
+        f"{type(model).__name__} has no units to distribute: {main}; a split needs a hidden width of at least two, as "
         "between two Linear or Conv layers"
     )

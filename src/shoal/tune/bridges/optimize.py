@@ -65,7 +65,7 @@ def train_trial(trial: Any, job: Job, metric: str, **settings: Any) -> Result:
         TrainingFailed: If the job failed.
     """
     if not isinstance(job, Job):
-        raise JobError(f"train_trial: {type(job).__name__} is no job; pass a shoal.Job")
+        raise JobError(f"train_trial: {type(job).__name__} is not a job; pass a shoal.Job")
     objective = _current.objective
     if objective is None:
         request = _Request(trial, replace(job, name=f"trial {trial.number}"), metric)

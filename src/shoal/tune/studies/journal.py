@@ -48,7 +48,9 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             entries = {entry.name for entry in self.folder.iterdir()}
             if not entries <= {"lock", ".study.json.tmp"} and "study.json" not in entries:
-                raise OutError(f"out={str(self.folder)!r} has files in it that are no study; use a new or empty folder")
+                raise OutError(
+                    f"out={str(self.folder)!r} has files that are not those of a study; use a new or empty folder"
+                )
             self._lock.acquire()
             stored_settings = self._settings(settings)
             trials = self._read()
@@ -56,7 +58,7 @@ class Journal:
         except OSError as error:
             self._lock.release()
             raise OutError(
-                f"out={str(self.folder)!r} cannot be written ({error.strerror}); make room or name another folder"
+                f"out={str(self.folder)!r} cannot be written ({error.strerror}); free some space or use another folder"
             ) from None
         except BaseException:
             self._lock.release()
@@ -127,8 +129,8 @@ class Journal:
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise OutError(
-                f"out={str(self.folder)!r}: trials.jsonl cannot be written ({error.strerror}); make room, and call the "
-                "same again to resume"
+                f"out={str(self.folder)!r}: trials.jsonl cannot be written ({error.strerror}); free some space, and "
+                "call the same again to resume"
             ) from None
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def _error_of(unit: StackedUnit, slots: list[int]) -> Exception | None:
             size = len(batches[0][0])
         leaves = [torch.stack(column) for column in zip(*batches, strict=True)]
         traces = unit.loaded.traces(unit.stack, size, rows)
-        program = unit.trace_cache.program(traces, [True] * len(leaves), unit.stack.device)
+        program = unit.trace_cache.programs.get(traces, [True] * len(leaves), unit.stack.device)
         state = [value.detach()[rows].requires_grad_(value.requires_grad) for value in unit.stack.state]
         noise = unit.draw(program, rows, [generator_at(unit._generators[slot].get_state()) for slot in rows])
         with torch.enable_grad(), autocast(unit.members[0].job.precision, unit.stack.device):

@@ -86,7 +86,7 @@ def _learn(unit: StackedUnit, kind: int, batch: Any) -> list[Trace]:
         learned[-1].shared = recipe.shared
     traces = [recipe.steps[kind] for recipe in learned]
     flags = [False] * traces[0].batch_spec.num_leaves
-    cache.program([traces[slot] for slot in stack.rows], flags, stack.device, stack.shared)
+    cache.programs.get([traces[slot] for slot in stack.rows], flags, stack.device, stack.shared)
     for reason in prove_training(learned, cache).values():
         raise Disproved(reason)
     if any(trace.trained != stack.trained for trace in traces):

@@ -44,7 +44,7 @@ def evaluation_program(
     """
     try:
         flags = [False] * len(pytree.tree_leaves(batch))
-        program = trace_cache.program([traces[row] for row in rows], flags, device, shared)
+        program = trace_cache.programs.get([traces[row] for row in rows], flags, device, shared)
         prove_evaluation(models, whats, traces, batch, trace_cache)
     except (NotStackable, Untraceable):
         return None

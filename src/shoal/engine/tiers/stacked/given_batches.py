@@ -89,9 +89,9 @@ class GivenBatchesStack(StackedUnit):
             raise
         self._ahead -= 1
         for slot, member in enumerate(self.members):
-            member.step += slot not in self._optimizer_errors
+            member.step += slot not in self._failed
         failures: dict[int, Exception] = {}
-        if self._optimizer_errors or optimizer.schedule_failed:
+        if self._failed or optimizer.schedule_failed:
             self._ahead = 0
             failures = {self.members[slot].index: error for slot, error in self.failures().items()}
         return self._losses[-1][: len(self.members)], failures

@@ -61,10 +61,9 @@ class StackedUnit(Unit):
         self._grads: list[Tensor | None] = []
         self._noise: list[Tensor] | None = None
         self._streams: dict[int, Stream] = {}
-        self._optimizer_errors: dict[int, Exception] = {}
-        """Exceptions of optimizers in the last step, which is not counted for their members."""
         self._failed: dict[int, Exception] = {}
-        """Other exceptions that end members: of parts that ran separately, of reading, and of an update."""
+        """Exceptions that end members, by slot: of their optimizers in the last step, which is not counted for them, of
+        reading, and of members that ran separately."""
         self._repeating: dict[int, list[Tensor | None]] = {}
         """Members, by slot, that must repeat the last batch alone, and their gradients of earlier batches of the
         group."""
@@ -96,7 +95,7 @@ class StackedUnit(Unit):
                 if not feed.has_next():
                     break
                 self._batch(feed, index)
-                if self._optimizer_errors or self._repeating or self._failed or self.stack.optimizer.schedule_failed:
+                if self._failed or self._repeating or self.stack.optimizer.schedule_failed:
                     break
         except Exception as error:
             undraw(self, rng_states, range(len(rng_states)) if self._noise is not None else ())
@@ -129,7 +128,7 @@ class StackedUnit(Unit):
         self._streams = {}
 
     def failures(self) -> dict[int, Exception]:
-        return {**self.stack.optimizer.schedule_failures(), **self._optimizer_errors, **self._failed}
+        return {**self.stack.optimizer.schedule_failures(), **self._failed}
 
     def _by_rows(self, batches: int) -> list[list[int]]:
         """Group the slots by the number of rows in the coming batches: some members may be at a short last batch."""
@@ -171,7 +170,7 @@ class StackedUnit(Unit):
             for name in names
         }
         for slot, member in enumerate(self.members):
-            counted = done - (slot in self._optimizer_errors or slot in self._repeating)
+            counted = done - (slot in self._failed or slot in self._repeating)
             member.batches -= done - counted
             member.losses += losses[slot][:counted]
             member.rows += self.loaded.sizes[:counted]
@@ -199,7 +198,7 @@ class StackedUnit(Unit):
     def program(self, rows: int, stacked_batch: list[bool]) -> Program:
         """Return the step on batches of so many rows."""
         traces = self.loaded.traces(self.stack, rows, self.stack.rows)
-        return self.trace_cache.program(traces, stacked_batch, self.stack.device, self.stack.shared)
+        return self.trace_cache.programs.get(traces, stacked_batch, self.stack.device, self.stack.shared)
 
     def _batch(self, feed: Feed, index: int) -> None:
         """Read and run one batch."""
@@ -262,21 +261,21 @@ class StackedUnit(Unit):
         if last:
             try:
                 stack.apply(self._grads, ok)
+                self._failed = stack.optimizer.failures()
             except Exception as error:
                 if context_lost(error) or out_of_memory(error):
                     raise
                 # some weights were updated and others not, so no member can continue
-                self._failed |= {slot: error for slot in range(len(self.members)) if self.stack.active[slot]}
+                self._failed = {slot: error for slot in range(len(self.members)) if stack.active[slot]}
             self._grads = []
-            self._restore_failed(stack.optimizer.failures(), buffers_before)
+            self._restore_buffers(list(self._failed), buffers_before)
             stack.optimizer.step_schedules()
 
-    def _restore_failed(self, failed: dict[int, Exception], buffers: list[Tensor]) -> None:
-        """Restore the buffers from before the batch for members whose optimizer raised."""
-        self._optimizer_errors = failed
-        rows = [row for row, slot in enumerate(self.stack.rows) if slot in failed]
+    def _restore_buffers(self, slots: Sequence[int], before: list[Tensor]) -> None:
+        """Restore the buffers of these members from before the batch."""
+        rows = [row for row, slot in enumerate(self.stack.rows) if slot in slots]
         first = len(self.stack.params)
-        for index, (buffer, previous) in enumerate(zip(self.stack.buffers, buffers, strict=True) if rows else ()):
+        for index, (buffer, previous) in enumerate(zip(self.stack.buffers, before, strict=True) if rows else ()):
             if first + index not in self.stack.shared:
                 buffer[rows] = previous[rows]
 

@@ -1,4 +1,4 @@
-"""The deal: random, complete, fair, and a function of the seed and the round alone."""
+"""The assignment: random, complete, fair, and a function of the seed and the round alone."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import SplitError
-from shoal.split.subnets.deal import counts, deal
+from shoal.split.subnets.assignment import assign_units, counts
 from shoal.split.subnets.units import Group, Units
 
 
@@ -27,13 +27,15 @@ def test_counts_follow_the_shares(shares: list[float], more: int) -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.floats(0, 1), st.integers(0, 2**40), st.integers(0, 1000))
-def test_units_are_dealt_once_and_those_in_common_to_all(
+def test_units_are_assigned_once_and_those_in_common_to_all(
     size: int, workers: int, overlap: float, seed: int, number: int
 ) -> None:
     common = int(overlap * size + 0.5)
     if size < workers and not common:
         return
-    hands = [hand["a"] for hand in deal(units_of(a=size), [1.0] * workers, seed=seed, round=number, overlap=overlap)]
+    hands = [
+        hand["a"] for hand in assign_units(units_of(a=size), [1.0] * workers, seed=seed, round=number, overlap=overlap)
+    ]
     times = torch.zeros(size, dtype=torch.long)
     for hand in hands:
         assert len(hand) and bool((hand.diff() > 0).all())
@@ -43,7 +45,7 @@ def test_units_are_dealt_once_and_those_in_common_to_all(
 
 
 def test_the_same_on_every_machine() -> None:
-    hands = deal(units_of(a=7, b=5), [2.0, 1.0], seed=3, round=4)
+    hands = assign_units(units_of(a=7, b=5), [2.0, 1.0], seed=3, round=4)
     assert [{name: kept.tolist() for name, kept in hand.items()} for hand in hands] == GOLDEN
 
 
@@ -53,12 +55,12 @@ GOLDEN = [{"a": [0, 1, 2, 3, 6], "b": [1, 2, 4]}, {"a": [4, 5], "b": [0, 3]}]
 def test_shards_rounds_seeds_and_layers_are_not_alike() -> None:
     """The released code began with identical shards."""
     units = units_of(a=64, b=64)
-    first = deal(units, [1.0, 1.0], seed=0, round=0)
+    first = assign_units(units, [1.0, 1.0], seed=0, round=0)
     assert not torch.equal(first[0]["a"], first[1]["a"])
     assert not torch.equal(first[0]["a"], first[0]["b"])
-    assert not torch.equal(first[0]["a"], deal(units, [1.0, 1.0], seed=0, round=1)[0]["a"])
-    assert not torch.equal(first[0]["a"], deal(units, [1.0, 1.0], seed=1, round=0)[0]["a"])
-    assert torch.equal(first[0]["a"], deal(units, [1.0, 1.0], seed=0, round=0)[0]["a"])
+    assert not torch.equal(first[0]["a"], assign_units(units, [1.0, 1.0], seed=0, round=1)[0]["a"])
+    assert not torch.equal(first[0]["a"], assign_units(units, [1.0, 1.0], seed=1, round=0)[0]["a"])
+    assert torch.equal(first[0]["a"], assign_units(units, [1.0, 1.0], seed=0, round=0)[0]["a"])
 
 
 def test_every_weight_is_trained_sooner_or_later() -> None:
@@ -68,7 +70,7 @@ def test_every_weight_is_trained_sooner_or_later() -> None:
     within, between = torch.zeros(10, 10), torch.zeros(13, 10)
     for number in range(rounds):
         trained = torch.zeros(13)
-        for hand in deal(units, [1.0] * workers, seed=5, round=number):
+        for hand in assign_units(units, [1.0] * workers, seed=5, round=number):
             within[hand["a"][:, None], hand["a"]] += 1
             between[hand["b"][:, None], hand["a"]] += 1
             trained[hand["b"]] += 1
@@ -86,11 +88,11 @@ def test_every_weight_is_trained_sooner_or_later() -> None:
 )
 def test_mistakes(shares: list[float], overlap: float, line: str) -> None:
     with pytest.raises(SplitError, match=line) as raised:
-        deal(units_of(a=4), shares, seed=0, round=0, overlap=overlap)
+        assign_units(units_of(a=4), shares, seed=0, round=0, overlap=overlap)
     assert "\n" not in str(raised.value)
 
 
 def test_unequal_workers_get_unequal_shares() -> None:
-    hands = deal(units_of(a=100), [3.0, 1.0], seed=0, round=0)
+    hands = assign_units(units_of(a=100), [3.0, 1.0], seed=0, round=0)
     assert [len(hand["a"]) for hand in hands] == [75, 25]
     assert list(itertools.chain.from_iterable(sorted(hand["a"].tolist()) for hand in hands)) != list(range(100))

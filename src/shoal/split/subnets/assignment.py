@@ -28,7 +28,7 @@ Layers = Literal["all", "alternate", "auto"]
 WHOLE_LAYER = "every other layer stays whole (layers='all' cuts it)"
 
 
-def deal(
+def assign_units(
     units: Units, shares: Sequence[float], *, seed: int, round: int, overlap: float = 0.0
 ) -> list[dict[str, Tensor]]:
     """Return, for each worker, the units of every group that it keeps, ascending.
@@ -43,14 +43,14 @@ def deal(
         round: Its number.
         overlap: The fraction of a group's units that every worker gets, besides its own.
     """
-    dealt: list[dict[str, Tensor]] = [{} for _ in shares]
+    parts: list[dict[str, Tensor]] = [{} for _ in shares]
     for group in units.groups.values():
         order = shuffled(group.name, group.size, seed, round)
         common = round_half_up(overlap * group.size)
-        for part, share_units in zip(dealt, _dealt(group, order[common:], shares, common), strict=True):
+        for part, share_units in zip(parts, _divide(group, order[common:], shares, common), strict=True):
             units_of_part = np.sort(np.concatenate([order[:common], share_units]))
             part[group.name] = torch.from_numpy(units_of_part)
-    return dealt
+    return parts
 
 
 def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
@@ -72,7 +72,7 @@ def counts(size: int, shares: Sequence[float], least: int = 1) -> list[int]:
     return whole_parts
 
 
-def _dealt(group: Group, order: Rows, shares: Sequence[float], common: int) -> list[Rows]:
+def _divide(group: Group, order: Rows, shares: Sequence[float], common: int) -> list[Rows]:
     """Divide the units that not all workers have by shares. Without common units, each worker needs one of its own."""
     if group.size < len(shares) and not common:
         raise SplitError(
@@ -110,7 +110,7 @@ def neighbours(units: Units) -> dict[str, set[str]]:
     return pairs
 
 
-def dealt_layers(units: Units, layers: str) -> Units:
+def distributed_layers(units: Units, layers: str) -> Units:
     """Return the units that a split distributes: those of all layers, or of every other one.
 
     "auto": every other layer if there are convolutions and no residual stream is distributed.
@@ -120,14 +120,14 @@ def dealt_layers(units: Units, layers: str) -> Units:
     if layers == "all" or units.blocks is not None:
         return units
     near = neighbours(units)
-    dealt: set[str] = set()
+    distributed: set[str] = set()
     for chain in _chains(near):
         groups = [units.groups[name] for name in chain]
         convolutions = any(g.kind == "channel" for g in groups) and not any(g.stream for g in groups)
-        dealt |= every_other(chain, near) if layers == "alternate" or convolutions else chain.keys()
-    if len(dealt) == len(units.groups):
+        distributed |= every_other(chain, near) if layers == "alternate" or convolutions else chain.keys()
+    if len(distributed) == len(units.groups):
         return units
-    return units.only([name for name in units.groups if name in dealt], dict.fromkeys(units.groups, WHOLE_LAYER))
+    return units.only([name for name in units.groups if name in distributed], dict.fromkeys(units.groups, WHOLE_LAYER))
 
 
 def every_other(chain: dict[str, int], near: dict[str, set[str]]) -> set[str]:
