@@ -115,6 +115,7 @@ def _references(value: Any) -> Iterator[Any]:
         yield from (*(value.__closure__ or ()), *(value.__defaults__ or ()))
         yield from (value_used for value_used in used_globals if isinstance(value_used, GENERATORS))
         return
+    getattr(value, "__dict__", None)  # makes the dict that else is only made when somebody asks for it
     yield from gc.get_referents(value)[:MOST_ITEMS]
     yield getattr(value, "__self__", None)  # the object of a built-in method
     for kind in type(value).__mro__:
