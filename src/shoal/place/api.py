@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shoal.engine.runtime.processes import apart
 from shoal.errors import PlaceError
 from shoal.graphs.calls import rows_of
 from shoal.place.cost import CostModel
@@ -317,7 +318,9 @@ def _profile(
     from shoal.settings import pick_device
 
     counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two rows
-    return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)
+    measure_here = partial(measure_profile, graph, sample, rows=counts, device=pick_device(device))
+    profile: Profile = apart(partial(measure_here, companions=companions))
+    return profile
 
 
 def _state_factor(optimizer: str | float) -> float:

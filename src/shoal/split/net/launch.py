@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal.engine.runtime.processes import Child
+from shoal.engine.runtime.processes import CANNOT_TRAIN, Child, forks_can_train
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
@@ -54,6 +54,8 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
         raise SplitError(
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
+    if count and not forks_can_train():
+        raise SplitError(f"{CANNOT_TRAIN}, or start the workers with `shoal split FILE --join HOST:PORT`")
     optimizer_state(method.member.job, method.model)  # makes torch load before the fork what its first step needs
 
     def serve(where: Address) -> None:
