@@ -17,6 +17,7 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.runtime.processes import CANNOT_TRAIN, forks_can_train
+from shoal.engine.runtime.sharing import usable_cores
 from shoal.environment import environment
 from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
@@ -115,8 +116,24 @@ def train_placed(
 
     return serve_job(
         job, placement, server, out=out, progress=progress, callbacks=callbacks, events=events, settings=settings,
-        may_replan=not backward_prevents_forking(),
+        threads=server_threads(settings), may_replan=not backward_prevents_forking(),
     )  # fmt: skip
+
+
+def server_threads(settings: Settings, started: Torchrun | None = None) -> int:
+    """Return how many of torch's threads the server uses.
+
+    One beside workers on the CPU of this machine, and with `deterministic`, since sums depend on the number. Where
+    workers compute on a GPU or are elsewhere, as many as torch uses by itself: one for each physical core, or
+    OMP_NUM_THREADS, which torchrun sets to 1 where it starts several processes on a machine.
+
+    Args:
+        started: What torchrun says of this process, if it has started it.
+    """
+    if settings.threads is not None or settings.deterministic:
+        return settings.threads or 1
+    alone = started is not None and (started.alone or "OMP_NUM_THREADS" in os.environ)
+    return min(torch.get_num_threads(), usable_cores()) if alone or settings.device.type == "cuda" else 1
 
 
 def serve_job(
@@ -129,16 +146,18 @@ def serve_job(
     progress: bool = False,
     callbacks: Sequence[Callback] | None = None,
     events: EventListener | None = None,
+    threads: int | None = None,
     may_replan: bool = True,
 ) -> Results:
     """Train one job as the server of the workers that `server` returns.
 
     Args:
+        threads: Torch's threads; None: those of the settings, or one.
         may_replan: Whether `server` can start workers for another placement later.
     """
     assert placement.mode != ONE_MACHINE, "one machine needs no server"
     calls, cpu = Callbacks(callbacks), torch.device("cpu")
-    flags = torch_flags(cpu, settings.threads or 1, settings.deterministic)
+    flags = torch_flags(cpu, threads or settings.threads or 1, settings.deterministic)
     with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         built = build(job, placement, cpu)
         member = built.member
@@ -247,7 +266,8 @@ def run_process(
         ) as workers:  # fmt: skip
             yield workers
 
-    return serve_job(job, placement, server, settings=settings, out=out, progress=progress)
+    threads = server_threads(settings, started)
+    return serve_job(job, placement, server, settings=settings, out=out, progress=progress, threads=threads)
 
 
 @contextmanager

@@ -133,6 +133,8 @@ class Torchrun:
     rank: int
     world: int
     where: Address
+    alone: bool = False
+    """Whether it is the only process that torchrun has started on its machine."""
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
@@ -147,4 +149,5 @@ class Torchrun:
             rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         except ValueError:
             raise SplitError("RANK, WORLD_SIZE or MASTER_PORT is no number; start this with torchrun") from None
-        return Torchrun(rank, world, Address(environment["MASTER_ADDR"], port + 1))
+        alone = environment.get("LOCAL_WORLD_SIZE") == "1"
+        return Torchrun(rank, world, Address(environment["MASTER_ADDR"], port + 1), alone)
