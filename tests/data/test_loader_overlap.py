@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 import shoal
 from shoal.data import Pool
-from shoal.data._reading import Loader, Reading
+from shoal.data._reading import Loader, Reading, _own_memory
 from shoal.data.loader import LoaderSource
 
 
@@ -259,6 +259,12 @@ def test_little_shared_memory_holds_one_epoch(early: list[int], monkeypatch: pyt
     monkeypatch.setattr("shoal.data._reading.shutil.disk_usage", lambda path: type("Usage", (), {"free": 2048}))
     assert_equal(shoal.train(jobs(loader_of(Noisy()))))
     assert not early
+
+
+def test_little_memory_holds_the_workers_of_one_epoch(early: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.units.overlapping.free_bytes", lambda device: 4096)
+    assert_equal(shoal.train(jobs(loader_of(Noisy()))))
+    assert not early and _own_memory(os.getpid()) > 4096
 
 
 def test_a_worker_that_raises_in_an_epoch_that_began_early(early: list[int]) -> None:

@@ -15,8 +15,9 @@ import signal
 import warnings
 import weakref
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,9 @@ class Loader:
         self.parts = [*_parts(loader), loader.collate_fn]
         own_generators = generators_of(loader, *self.parts)
         self.generators: list[Generator] = [torch.default_generator, NUMPY, PYTHON, *own_generators]
+        self.free_memory: Callable[[], float] = lambda: math.inf
+        """Returns how many bytes of memory are free, as far as that is known."""
+        self._worker_bytes: int | None = None
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """Start to iterate over it."""
@@ -96,8 +100,16 @@ class Loader:
         """The most batches that its workers have been asked for, or have ready."""
         return self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
-    def has_room(self, batch: Any) -> bool:
-        """Return whether shared memory has room for the batches of two epochs, if they are all like this one."""
+    def has_room(self, batch: Any, workers: Sequence[int]) -> bool:
+        """Return whether there is memory for the workers of two epochs, and for their batches, if all are like this.
+
+        Args:
+            workers: Ids of the processes of one epoch. Their memory is looked at once, since that takes a while.
+        """
+        if self._worker_bytes is None:
+            self._worker_bytes = sum(map(_own_memory, workers))
+        if self.free_memory() < 2 * self._worker_bytes:
+            return False
         size = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
         try:
             return shutil.disk_usage(SHARED_MEMORY).free > 2 * self.most_waiting * size
@@ -175,6 +187,11 @@ class Reading:
         while self.first < place and self.count(self.first, 1) and self._held:
             self._held.popleft()
             self.first += 1
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of the loader's worker processes."""
+        return [worker.pid for worker in getattr(self._batches, "_workers", ())]
 
     def begin(self) -> None:
         """Start the loader's workers, which begin to read, before the first batch is wanted.
@@ -281,7 +298,7 @@ class Reader(Iterator[Any]):
     def _begin_next(self, open_next: Callable[[], Reader], batch: Any) -> None:
         """Start the workers of the next epoch, so that they start while those of this one read the last batches."""
         self.open_next = None
-        if self.reading.loader.has_room(batch):
+        if self.reading.loader.has_room(batch, self.reading.workers):
             self.next = open_next()
             self.next.reading.begin()
 
@@ -292,6 +309,15 @@ def _parts(loader: DataLoader[Any]) -> Iterator[Any]:
     batches: Any = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None)
     yield from {id(part): part for part in (sampler, batches, inner, loader.dataset) if part is not None}.values()
+
+
+def _own_memory(process: int) -> int:
+    """Return the bytes of memory that a process does not share with the one that forked it; 0 if unknown."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _first_seed(generator: Generator) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from shoal.data.loader import LoaderSource, reachable
 from shoal.data.source import is_tensors
 from shoal.engine.members.member import Member
+from shoal.engine.planning.memory import free_bytes
 from shoal.engine.python_state.state_walk import Walk
 from shoal.engine.python_state.user_code import is_library_class
 
@@ -36,6 +38,7 @@ def allow_overlaps(members: Sequence[Member]) -> None:
     if changeable is not None:
         for source in overlapping:
             source.overlaps = changeable.isdisjoint(map(id, _used(source)))
+            source.loader.free_memory = partial(free_bytes, torch.device("cpu"))
 
 
 def _changeable(members: Sequence[Member]) -> set[int] | None:
@@ -43,7 +46,7 @@ def _changeable(members: Sequence[Member]) -> set[int] | None:
     roots: dict[str, Any] = {}
     for member in members:
         job = member.job
-        code = (job.step, job.loss, job.metrics, job.schedule, job.optimizer, member.model)
+        code = (job.step, job.loss, job.metrics, job.schedule, job.optimizer, job.params, member.model)
         roots |= {f"{member.index} {number}": value for number, value in enumerate(code)}
     walk = Walk(roots)
     if not walk.complete or walk.written:
