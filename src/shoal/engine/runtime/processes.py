@@ -136,10 +136,20 @@ def apart(compute: Callable[[], Any]) -> Any:
     Where that would prevent this process from forking workers later, it runs in a forked process, with the number of
     threads of this one. If it fails there, it runs here, and raises here.
     """
-    if not backward_prevents_forking() or not hasattr(os, "fork"):
+    may_fork = hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not may_fork or not backward_prevents_forking():
         return compute()
-    answers = ask_children([partial(_compute_apart, compute, torch.get_num_threads())])
-    return answers[0] if answers else compute()
+    try:
+        child = Child(partial(_compute_apart, compute, torch.get_num_threads()))
+    except OSError:  # no more processes can be created
+        return compute()
+    try:
+        with suppress(EOFError):  # it failed
+            return child.pipe.recv()
+    finally:
+        child.end()  # also after Ctrl-C
+        child.close()
+    return compute()
 
 
 def _compute_apart(compute: Callable[[], Any], threads: int, pipe: Connection) -> None:
@@ -155,21 +165,17 @@ def _compute_apart(compute: Callable[[], Any], threads: int, pipe: Connection) -
 
 def forks_can_train() -> bool:
     """Return whether processes that are forked now can run a backward pass; see `backward_prevents_forking`."""
-    return not backward_prevents_forking() or ask_children([_try_backward]) != [False]
+    return not backward_prevents_forking() or ask_children([_try_backward]) == [True]
 
 
 def _try_backward(pipe: Connection) -> None:
-    try:
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        pipe.send(False)
-    else:
-        pipe.send(True)
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    pipe.send(True)
 
 
 CANNOT_TRAIN = (
-    "workers cannot be forked here: this process has run a backward pass, and where torch sees a GPU no process that "
-    "is forked after that can train; begin this before any training (in a notebook: restart the kernel)"
+    "workers cannot be forked here: this process has run a backward pass or used the GPU, and where torch sees one no "
+    "process that is forked after that can train; begin this before any training (in a notebook: restart the kernel)"
 )
 """The reason why processes that are forked now cannot train, and what to do; a place to add other ways to go."""
 
