@@ -56,6 +56,20 @@ class Augmented(Dataset[Any]):
         return x, self.y[row]
 
 
+class Ends:
+    """Notes when each epoch ends. A listener would not do: with one, no epoch may begin early, since it might change
+    the Dataset."""
+
+    only_watches = True
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(self, view: shoal.MemberView) -> None:
+        if view.epoch > len(self.seconds):
+            self.seconds.append(time.perf_counter())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -93,14 +107,9 @@ def main() -> None:
     ]  # fmt: skip
     for _ in range(given.rounds):
         alone.append(given.batches / _time(loader))
-    ends: list[float] = []
-
-    def listen(event: shoal.Event) -> None:
-        if event.kind == "epoch" and event.data["epoch"] > len(ends):
-            ends.append(time.perf_counter())
-
-    results = shoal.train(jobs, device=given.device, events=listen, progress=False)
-    packed = [given.batches / (b - a) for a, b in pairwise(ends)]
+    ends = Ends()
+    results = shoal.train(jobs, device=given.device, callbacks=[ends], progress=False)
+    packed = [given.batches / (b - a) for a, b in pairwise(ends.seconds)]
     for _ in range(given.rounds):
         alone.append(given.batches / _time(loader))
     if given.loop:

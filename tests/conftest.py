@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -39,3 +40,22 @@ def threads_restored() -> Iterator[None]:
 def one_thread(threads_restored: None) -> None:
     """For tests that compare bits: with several threads, sums have another order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def autograd_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Autograd as where torch sees a GPU: once a process has run a backward pass, those that it forks cannot.
+
+    The list has this process's id once it has run one.
+    """
+    run, began = torch.autograd._engine_run_backward, list[int]()
+
+    def starting_threads(*args: Any, **more: Any) -> Any:
+        if began and began[0] != os.getpid():
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+        began[:] = [os.getpid()]
+        return run(*args, **more)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", starting_threads)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return began

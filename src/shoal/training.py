@@ -34,6 +34,7 @@ from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.sharing import processes_for, threads_for
 from shoal.engine.runtime.workers import run_shared
 from shoal.engine.tiers.unit import context_lost
+from shoal.engine.units.overlapping import allow_overlaps
 from shoal.environment import environment
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
@@ -156,11 +157,8 @@ def carry_out(
             threads = saved.get("threads") if saved is not None else None
         with progress_for(members, progress) as progress_display:
             running = MembersRunning()
-            extra_listeners = [
-                *([controls.listen] if controls is not None else []),
-                *([events] if events is not None else []),
-            ]
-            tell = Listeners([running, progress_display, *calls.listeners(), *extra_listeners])
+            controlled = [controls.listen] if controls is not None else []
+            tell = Listeners([running, progress_display, *calls.listeners(), *controlled], given=events)
             training = _Work(members, settings, folder, calls, tell, controls, search, tiers, most_threads, threads)
             interrupted: KeyboardInterrupt | None = None
             try:
@@ -326,6 +324,8 @@ class _Work:
 
     def _run(self, members: Sequence[Member], planning: PlanningContext, tell: Listener, **more: Any) -> Run:
         """Return the run that trains these members."""
+        if not (self.calls or self.controls or self.search or (tell is self.tell and self.tell.given)):
+            allow_overlaps(members)
         return Run(
             members, planning, policy=self.settings.policy, tell=tell, callbacks=self.calls or None, folder=self.folder,
             save_every=self.settings.checkpoint_every, controls=self.controls, **({"supervisor": self.search} | more),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.engine.equality import TOLERANCE, distances
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 import shoal
 from shoal.data import Pool
@@ -164,6 +164,23 @@ def test_a_weighted_sampler_and_generators_of_the_loaders_own() -> None:
     one, same, other = (next(source.read(0, 0))[0] for source in sources if isinstance(source, LoaderSource))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert_equal(shoal.train(jobs(DataLoader(Noisy(), batch_size=8, sampler=sampler))))
+
+
+def test_batches_do_not_depend_on_what_has_looked_at_the_loader() -> None:
+    """Python keeps the attributes of an object in another way once somebody has asked for its `__dict__`."""
+
+    def read() -> Tensor:
+        sampler = RandomSampler(range(44), generator=torch.Generator().manual_seed(3))
+        loader = DataLoader(Noisy(), batch_sampler=BatchSampler(sampler, 5, drop_last=True))
+        if looked:
+            assert vars(sampler) and vars(loader.batch_sampler)
+        source = Pool(CPU).open(loader).source
+        assert isinstance(source, LoaderSource)
+        return torch.stack([batch[0] for batch in source.read(0, 1)])
+
+    looked = False
+    before, looked = read(), True
+    assert torch.equal(before, read())
 
 
 def test_reading_takes_nothing_from_the_process() -> None:

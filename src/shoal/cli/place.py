@@ -12,6 +12,8 @@ from shoal.cli.target import FILE_ENDS, call_target, check_jobs, load_target
 from shoal.utils.tables import say
 
 if TYPE_CHECKING:
+    import torch
+
     from shoal import Job
     from shoal.place.placement import Placement
 
@@ -187,7 +189,7 @@ def run_placed(
     Args:
         wanted: The options of `shoal place`.
     """
-    from shoal.place.training.api import one_job, run_process, train_job
+    from shoal.place.training.api import one_job, run_process, server_threads, train_job
     from shoal.settings import make_settings
     from shoal.split.net.launch import Torchrun
 
@@ -200,15 +202,17 @@ def run_placed(
     with loaded.placed():
         job = one_job(loaded.jobs)
         if started is None:
-            results = train_job(job, _plan(job, placement, wanted), settings, out=folder, progress=tell is not None)
+            planned = _plan(job, placement, wanted, settings.device, server_threads(settings))
+            results = train_job(job, planned, settings, out=folder, progress=tell is not None)
         else:
             if started.world < 2:
                 raise ValueError("torchrun started one process; a server and a worker are two: --nproc-per-node 2")
+            server_plan = None
             if started.rank == 0:
                 wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)
-            planned = _plan(job, placement, wanted) if started.rank == 0 else None
+                server_plan = _plan(job, placement, wanted, settings.device, server_threads(settings, started))
             worker_results = run_process(
-                job, planned, settings, started, out=folder, progress=tell is not None, patience=patience, tell=tell
+                job, server_plan, settings, started, out=folder, progress=tell is not None, patience=patience, tell=tell
             )
             if worker_results is None:
                 return
@@ -216,9 +220,14 @@ def run_placed(
     show_result(results[0], as_json, {}, missing="trained on one machine")
 
 
-def _plan(job: "Job", path: Path | None, wanted: dict[str, Any]) -> "Placement":
+def _plan(job: "Job", path: Path | None, wanted: dict[str, Any], device: "torch.device", threads: int) -> "Placement":
+    """Return the placement in the file, or plan for workers on this device and a server with so many threads."""
+    import torch
+
     from shoal.place.placement import Placement
+    from shoal.utils.torch_flags import torch_flags
 
     if path is not None:
         return Placement.load(path)
-    return plan(*network_of([job], "the target", wanted["workers"]), wanted)
+    with torch_flags(torch.device("cpu"), threads):
+        return plan(*network_of([job], "the target", wanted["workers"]), {**wanted, "device": device})

@@ -7,6 +7,7 @@ workers read, in which order, or which other jobs read the same Dataset.
 
 from __future__ import annotations
 
+import enum
 import gc
 import hashlib
 import random
@@ -26,7 +27,9 @@ from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, get_s
 MOST_OBJECTS, MOST_ITEMS = 10_000, 200
 """How far a Dataset is searched for generators: the most objects, and the most references of each."""
 
-_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, types.ModuleType)
+_PLAIN = (
+    Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type, types.ModuleType, enum.Enum,
+)  # fmt: skip
 
 
 class Items:
@@ -89,23 +92,31 @@ def generators_of(*readers: Any) -> list[Generator]:
 
     These are generators in attributes, lists, transforms and closures, and in globals of their functions.
     """
-    generators: list[Generator] = []
+    return [value for value in reachable(*readers) if isinstance(value, GENERATORS)]
+
+
+def reachable(*readers: Any) -> Iterator[Any]:
+    """Yield the objects that reading these may use, as far as they are searched; plain values such as numbers and
+    tensors too, but not classes, modules and the global generators."""
     visited = {id(torch.default_generator), id(PYTHON), id(NUMPY)}
     methods = ("__getitem__", "__getitems__", "__iter__")
     to_visit: deque[Any] = deque(readers)
     to_visit.extend(getattr(type(reader), name, None) for reader in readers for name in methods)
-    while to_visit and len(visited) < MOST_OBJECTS:
+    searched = len(visited)
+    while to_visit and searched < MOST_OBJECTS:
         value = to_visit.popleft()
-        if id(value) in visited or isinstance(value, _PLAIN):
+        if id(value) in visited or isinstance(value, (type, types.ModuleType)):
+            continue
+        if isinstance(value, _PLAIN):
+            yield value
             continue
         visited.add(id(value))
+        searched += 1
         if isinstance(value, random.SystemRandom):
             continue  # it has no state
-        if isinstance(value, GENERATORS):
-            generators.append(value)
-        else:
+        yield value
+        if not isinstance(value, GENERATORS):
             to_visit.extend(_references(value))
-    return generators
 
 
 def _references(value: Any) -> Iterator[Any]:
@@ -115,6 +126,7 @@ def _references(value: Any) -> Iterator[Any]:
         yield from (*(value.__closure__ or ()), *(value.__defaults__ or ()))
         yield from (value_used for value_used in used_globals if isinstance(value_used, GENERATORS))
         return
+    getattr(value, "__dict__", None)  # makes the dict that else is only made when somebody asks for it
     yield from gc.get_referents(value)[:MOST_ITEMS]
     yield getattr(value, "__self__", None)  # the object of a built-in method
     for kind in type(value).__mro__:

@@ -8,20 +8,31 @@ seed and the epoch, and no other random stream is affected.
 from __future__ import annotations
 
 import copy
+import math
 import os
+import shutil
 import signal
 import warnings
 import weakref
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)  # fmt: skip
 
 from shoal.data._items import generators_of, seed_generator, word
 from shoal.errors import ReadError, describe
@@ -33,6 +44,10 @@ MOST_AHEAD = 24
 """The most batches that are kept for slower readers; a reader that is further behind reads by itself."""
 HELD_BACK = 2
 """Batches that are kept after all have read them, since a member that leaves its unit repeats its last one."""
+SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that keep nothing from one epoch to the next but their generators."""
+SHARED_MEMORY = "/dev/shm"
+"""Where workers put their batches."""
 GLOBAL = 3
 """The number of generators at the start of a loader's list that are global: those of torch, numpy and Python."""
 
@@ -45,6 +60,9 @@ class Loader:
         self.parts = [*_parts(loader), loader.collate_fn]
         own_generators = generators_of(loader, *self.parts)
         self.generators: list[Generator] = [torch.default_generator, NUMPY, PYTHON, *own_generators]
+        self.free_memory: Callable[[], float] = lambda: math.inf
+        """Returns how many bytes of memory are free, as far as that is known."""
+        self._worker_bytes: int | None = None
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """Start to iterate over it."""
@@ -61,6 +79,42 @@ class Loader:
         with _without_interrupts(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; workers use nothing of theirs
             return iter(loader)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether an epoch may begin while the one before it is read: it has workers, and beginning it changes nothing
+        but generators."""
+        loader = self.loader
+        batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        order = batches.sampler if type(batches) is BatchSampler else batches
+        return (
+            loader.num_workers > 0
+            and not isinstance(loader.dataset, IterableDataset)
+            and type(order) in SAMPLERS
+            and not any(hasattr(part, "set_epoch") for part in self.parts)
+            and all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+        )
+
+    @property
+    def most_waiting(self) -> int:
+        """The most batches that its workers have been asked for, or have ready."""
+        return self.loader.num_workers * (self.loader.prefetch_factor or 0)
+
+    def has_room(self, batch: Any, workers: Sequence[int]) -> bool:
+        """Return whether there is memory for the workers of two epochs, and for their batches, if all are like this.
+
+        Args:
+            workers: Ids of the processes of one epoch. Their memory is looked at once, since that takes a while.
+        """
+        if self._worker_bytes is None:
+            self._worker_bytes = sum(map(_own_memory, workers))
+        if self.free_memory() < 2 * self._worker_bytes:
+            return False
+        size = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+        try:
+            return shutil.disk_usage(SHARED_MEMORY).free > 2 * self.most_waiting * size
+        except OSError:
+            return True
 
     def move(self, batch: Any) -> Any:
         """Return the batch on the device."""
@@ -130,9 +184,27 @@ class Reading:
 
     def skip_to(self, place: int) -> None:
         """Read up to this position, and drop what comes before it."""
-        while self.count(place=self.first, most=1) and self.first < place and self._held:
+        while self.first < place and self.count(self.first, 1) and self._held:
             self._held.popleft()
             self.first += 1
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of the loader's worker processes."""
+        return [worker.pid for worker in getattr(self._batches, "_workers", ())]
+
+    def begin(self) -> None:
+        """Start the loader's workers, which begin to read, before the first batch is wanted.
+
+        If that fails, its readers get another reading, which tries again when they want a batch.
+        """
+        if self._batches is not None or not self.usable or self.first or self._held or self._error is not None:
+            return
+        try:
+            with self._own_generators():
+                self._batches = self.loader.begin(self.epoch)
+        except Exception:
+            self.close()
 
     def close(self) -> None:
         """End the loader's workers. Readers that are not at the end get another reading."""
@@ -197,6 +269,12 @@ class Reader(Iterator[Any]):
         self._open, self.place = open, place
         self.reading = open(place)
         self.reading.readers.add(self)
+        self.last = math.inf
+        """How many batches of the epoch are read when the next epoch begins, if it may begin before this one ends."""
+        self.open_next: Callable[[], Reader] | None = None
+        """Returns a reader of the next epoch."""
+        self.next: Reader | None = None
+        """The reader of the next epoch, whose workers have been started."""
 
     def _follow(self) -> Reading:
         if not self.reading.holds(self.place):
@@ -213,7 +291,16 @@ class Reader(Iterator[Any]):
         batch = self._follow().get(self.place)
         self.place += 1
         self.reading.let_go()
+        if self.open_next is not None and self.place >= self.last:
+            self._begin_next(self.open_next, batch)
         return batch
+
+    def _begin_next(self, open_next: Callable[[], Reader], batch: Any) -> None:
+        """Start the workers of the next epoch, so that they start while those of this one read the last batches."""
+        self.open_next = None
+        if self.reading.loader.has_room(batch, self.reading.workers):
+            self.next = open_next()
+            self.next.reading.begin()
 
 
 def _parts(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -222,6 +309,15 @@ def _parts(loader: DataLoader[Any]) -> Iterator[Any]:
     batches: Any = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None)
     yield from {id(part): part for part in (sampler, batches, inner, loader.dataset) if part is not None}.values()
+
+
+def _own_memory(process: int) -> int:
+    """Return the bytes of memory that a process does not share with the one that forked it; 0 if unknown."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _first_seed(generator: Generator) -> int:

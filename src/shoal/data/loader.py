@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
+from shoal.data._items import reachable as reachable
 from shoal.data._items import same
 from shoal.data._reading import Loader, Reading
 from shoal.data._reading import Reader as Reader
@@ -50,13 +51,22 @@ class LoaderSource(Source):
         self._readings: list[Reading] = []
         self._kinds: list[tuple[Hashable, list[Any]]] = []
         """Shapes of batches, and example batches of these shapes."""
+        self.overlaps = False
+        """Whether an epoch may begin before the one before it has been read, see `engine/units/overlapping.py`."""
         self._held: list[Any] | None = None
         """All batches of a validation, if they are small."""
 
-    def read(self, seed: int, epoch: int, place: int = 0) -> Reader:
+    def read(self, seed: int, epoch: int, place: int = 0, *, goes_on: bool = False) -> Reader:
         """Return the epoch's batches from this position on. Readers of one epoch that are close to each other share a
-        reading."""
-        return Reader(partial(self._open, seed, epoch), place)
+        reading.
+
+        Args:
+            goes_on: Whether the next epoch will be read too, so that its workers may start early.
+        """
+        reader = Reader(partial(self._open, seed, epoch), place)
+        if goes_on and self.overlaps:
+            reader.open_next, reader.last = partial(self.read, seed, epoch + 1), self.length - self.loader.most_waiting
+        return reader
 
     def _open(self, seed: int, epoch: int, place: int) -> Reading:
         for reading in self._readings:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shoal.engine.runtime.processes import apart
 from shoal.errors import PlaceError
 from shoal.graphs.calls import rows_of
 from shoal.place.cost import CostModel
@@ -28,6 +29,7 @@ from shoal.place.placement import (
     Sync,
 )
 from shoal.place.profile import DEFAULT_SPEED, Profile, estimate_profile, measure_profile
+from shoal.utils.torch_flags import torch_flags
 
 STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
@@ -82,7 +84,8 @@ def place(
             only); None: the cheapest way for each.
         memory: Bytes that each worker may use, or a size such as "8GB"; None: enough.
         server_memory: Bytes that the server may use, likewise.
-        server_speed: The speed of the server relative to the profiled device.
+        server_speed: The speed of the server relative to the profiled device. If that is a GPU and this is 1, the
+            server is timed too, on the CPU, since it computes there.
         cores: If all are processes of one machine, the cores that they share.
         optimizer: "sgd" (with momentum), "adam", "none", or bytes of its state per byte of a parameter.
         batch_norm: Statistics on the workers: "joined", over all rows, or "own".
@@ -102,10 +105,14 @@ def place(
     rows = _rows(batch_size, sample, cluster)
     worker_profile, server = _given_profiles(profile)
     if worker_profile is None:
-        make_profile = partial(_profile, graph, sample, rows, device, measure, speed)
-        worker_profile = make_profile(0)
+        threads = None if cores is None else 1  # workers that share a CPU have a thread each
+        make_profile = partial(_profile, graph, sample, rows, measure, speed)
+        worker_profile = make_profile(device, threads)
         if worker_profile.measured and cores is not None and cores > 1:
-            worker_profile, server = make_profile(min(cores, cluster.size) - 1), worker_profile
+            worker_profile, server = make_profile(device, threads, min(cores, cluster.size) - 1), worker_profile
+        on_gpu = worker_profile.measured and worker_profile.device != "cpu"
+        if on_gpu and server_speed == 1.0 and server_profile is None:
+            server = make_profile("cpu")
         if isinstance(profile, str | os.PathLike):
             _save(profile, worker_profile, server)
     if server_profile is not None:
@@ -302,12 +309,18 @@ def _profile(
     graph: LayerGraph,
     sample: Any,
     rows: Sequence[int],
-    device: str | torch.device,
     measure: bool | None,
     speed: float,
-    companions: int,
+    device: str | torch.device,
+    threads: int | None = None,
+    companions: int = 0,
 ) -> Profile:
-    """Time the layers at a worker's rows and at those of all workers, or estimate their times."""
+    """Time the layers at a worker's rows and at those of all workers, or estimate their times.
+
+    Args:
+        threads: Torch's threads on a CPU; None: those in use.
+        companions: See `measure_profile`.
+    """
     if measure is None:
         measure = not any(p.is_meta for p in graph.model.parameters())
     if not measure:
@@ -317,7 +330,12 @@ def _profile(
     from shoal.settings import pick_device
 
     counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two rows
-    return measure_profile(graph, sample, rows=counts, device=pick_device(device), companions=companions)
+    chosen = pick_device(device)
+    with torch_flags(torch.device("cpu"), threads):
+        profile: Profile = apart(
+            partial(measure_profile, graph, sample, rows=counts, device=chosen, companions=companions)
+        )
+    return profile
 
 
 def _state_factor(optimizer: str | float) -> float:

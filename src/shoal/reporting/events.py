@@ -91,8 +91,9 @@ Listener = Callable[[Event], None]
 class Listeners:
     """Calls several listeners. One that raises is dropped with a warning, and training continues."""
 
-    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
-        self._listeners = list(listeners)
+    def __init__(self, listeners: Iterable[Listener] = (), given: Listener | None = None) -> None:
+        """Create them. `given`: one more listener, which the user gave, and which may change what jobs read."""
+        self._listeners, self.given = [*listeners, *([] if given is None else [given])], given
 
     def __bool__(self) -> bool:
         return bool(self._listeners)

@@ -32,6 +32,12 @@ def start_autograd() -> None:
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
+def backward_prevents_forking() -> bool:
+    """Return whether torch starts threads with the first backward pass of this process, on whatever device: it does
+    where it sees a GPU. No process that is forked after that can run one."""
+    return torch.cuda.device_count() > 0  # asks the driver without initializing CUDA
+
+
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Silence torch's log of operators that fail on fake tensors, since the exception says the same."""

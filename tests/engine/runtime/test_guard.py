@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import beginning
-from shoal.engine.runtime.guard import run_guarded
+from shoal.engine.runtime.guard import NotGuarded, run_guarded
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -105,3 +105,12 @@ def test_a_lost_context_costs_its_member_and_a_resume(tmp_path: Path) -> None:
             for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
                 assert torch.equal(x, y)
             assert [row["loss"] for row in a.history] == [row["loss"] for row in b.history]
+
+
+def test_a_process_that_has_trained_on_a_cpu_is_not_guarded(
+    tmp_path: Path, autograd_of_a_gpu_machine: list[int]
+) -> None:
+    """Its children could not run a backward pass, so that every job would fail there."""
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(NotGuarded):
+        guarded(jobs(None), tmp_path)

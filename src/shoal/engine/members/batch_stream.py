@@ -18,6 +18,8 @@ class Stream:
         self._order: Tensor | None = None
         self._place = -1
         self._feed: Iterator[Any] = iter(())
+        self._next: Reader | None = None
+        """A reader of the next epoch, if that began before the last one had been read; held so that it stays open."""
 
     def at(self, member: Member) -> Iterator[Any]:
         """Return the member's batches from its position on. The iterator's position is unknown until `note_position` is
@@ -33,7 +35,9 @@ class Stream:
             job, order, source = member.job, member.order, member.data.source
             assert order is not None, "the member has no rows; call assign_rows first"
             if isinstance(source, LoaderSource):
-                self._feed = source.read(job.order_seed, member.epoch, member.place)
+                goes_on = member.batches_to_stop > member.num_batches - member.place
+                self._feed = source.read(job.order_seed, member.epoch, member.place, goes_on=goes_on)
+                self._next = None
             else:
                 rest = order[member.place * job.batch_size :]
                 self._feed = source.feed(rest, job.batch_size, seed=job.order_seed, epoch=member.epoch)
@@ -42,6 +46,7 @@ class Stream:
     def note_position(self, member: Member) -> None:
         """Note that all batches that were read have been used, so that the iterator is at the member's position."""
         if member.place == member.num_batches:
+            self._next = self._feed.next if isinstance(self._feed, Reader) else None
             self._feed = iter(())  # frees the epoch's order on the device while other members run
         else:
             self._order, self._place = member.order, member.place

@@ -82,6 +82,8 @@ class Walk:
         self._seen: set[int] = {*known, *map(id, tensors)}
         self.reached: list[tuple[Path, Any]] = []
         """All objects that were searched, with their paths. The list keeps them alive, so that ids stay valid."""
+        self.datasets: list[Dataset[Any]] = []
+        """Datasets that the code refers to. They are not searched."""
         self._queue: deque[tuple[Path, Any, bool]] = deque(((name,), root, False) for name, root in roots.items())
         self._private = False
         self._mentioned: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -147,6 +149,8 @@ class Walk:
             self.places.append(place)
 
     def _push(self, path: Path, element: str, value: Any) -> None:
+        if isinstance(value, Dataset):
+            self.datasets.append(value)
         if id(value) not in self._seen and not isinstance(value, _PLAIN):
             self._queue.append(((*path, element), value, self._private))
 

@@ -181,12 +181,13 @@ class Guarded(WorkerHandle):
         return partial(self._make, members, line)  # on a GPU this takes long, so it is not part of the start
 
     def check(self) -> None:
-        """Raise if the parent has used the driver, since no child can use the GPU then."""
+        """Raise if the parent has used the driver, since no child can use the GPU then, or has trained on a CPU."""
         current().seconds = {}  # count only the times of this process
         with timed("device"):
             if self.device.type == "cuda":
                 torch.zeros(1, device=self.device)
                 torch.cuda.set_device(self.device)  # streams and graphs are made on the current device
+            super().check()
 
     def finish(self, line: Line) -> None:
         line.send("times", current().seconds)

@@ -6,10 +6,12 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, ClassVar, NoReturn
 
@@ -21,7 +23,7 @@ from shoal.errors import ShoalError, describe
 from shoal.reporting.events import Event
 from shoal.utils import garbage_collection
 from shoal.utils.locks import locks_kept
-from shoal.utils.torch_flags import flush_output
+from shoal.utils.torch_flags import backward_prevents_forking, flush_output
 
 _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "losses", "logs", "closed", "validations")
 
@@ -126,6 +128,56 @@ def ask_children(bodies: Iterable[Body]) -> list[Any]:
         child.wait()
         child.close()
     return answers
+
+
+def apart(compute: Callable[[], Any]) -> Any:
+    """Return what a function returns that runs a backward pass and changes nothing here.
+
+    Where that would prevent this process from forking workers later, it runs in a forked process, with the number of
+    threads of this one. If it fails there, it runs here, and raises here.
+    """
+    may_fork = hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not may_fork or not backward_prevents_forking():
+        return compute()
+    try:
+        child = Child(partial(_compute_apart, compute, torch.get_num_threads()))
+    except OSError:  # no more processes can be created
+        return compute()
+    try:
+        with suppress(EOFError):  # it failed
+            return child.pipe.recv()
+    finally:
+        child.end()  # also after Ctrl-C
+        child.close()
+    return compute()
+
+
+def _compute_apart(compute: Callable[[], Any], threads: int, pipe: Connection) -> None:
+    def run() -> None:
+        torch.set_num_threads(threads)
+        with suppress(Exception):
+            pipe.send(compute())
+
+    thread = threading.Thread(target=run)  # OpenMP would wait for ever for threads that the main thread had before
+    thread.start()
+    thread.join()
+
+
+def forks_can_train() -> bool:
+    """Return whether processes that are forked now can run a backward pass; see `backward_prevents_forking`."""
+    return not backward_prevents_forking() or ask_children([_try_backward]) == [True]
+
+
+def _try_backward(pipe: Connection) -> None:
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    pipe.send(True)
+
+
+CANNOT_TRAIN = (
+    "workers cannot be forked here: this process has run a backward pass or used the GPU, and where torch sees one no "
+    "process that is forked after that can train; begin this before any training (in a notebook: restart the kernel)"
+)
+"""The reason why processes that are forked now cannot train, and what to do; a place to add other ways to go."""
 
 
 class Line:

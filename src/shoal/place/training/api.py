@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
+from shoal.engine.runtime.processes import CANNOT_TRAIN, forks_can_train
+from shoal.engine.runtime.sharing import usable_cores
 from shoal.environment import environment
 from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
@@ -38,7 +40,7 @@ from shoal.split.net.launch import LocalWorker, Torchrun, ending, work
 from shoal.split.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
 from shoal.storage.run_folder import RunFolder
 from shoal.training import carry_out, collect
-from shoal.utils.torch_flags import torch_flags, training_mode
+from shoal.utils.torch_flags import backward_prevents_forking, torch_flags, training_mode
 
 Server = Callable[[Built, Placement], Any]
 """Returns the workers of a built job, as a context manager of `Workers`."""
@@ -113,8 +115,25 @@ def train_placed(
             yield workers
 
     return serve_job(
-        job, placement, server, out=out, progress=progress, callbacks=callbacks, events=events, settings=settings
-    )
+        job, placement, server, out=out, progress=progress, callbacks=callbacks, events=events, settings=settings,
+        threads=server_threads(settings), may_replan=not backward_prevents_forking(),
+    )  # fmt: skip
+
+
+def server_threads(settings: Settings, started: Torchrun | None = None) -> int:
+    """Return how many of torch's threads the server uses.
+
+    One beside workers on the CPU of this machine, and with `deterministic`, since sums depend on the number. Where
+    workers compute on a GPU or are elsewhere, as many as torch uses by itself: one for each physical core, or
+    OMP_NUM_THREADS, which torchrun sets to 1 where it starts several processes on a machine.
+
+    Args:
+        started: What torchrun says of this process, if it has started it.
+    """
+    if settings.threads is not None or settings.deterministic:
+        return settings.threads or 1
+    alone = started is not None and (started.alone or "OMP_NUM_THREADS" in os.environ)
+    return min(torch.get_num_threads(), usable_cores()) if alone or settings.device.type == "cuda" else 1
 
 
 def serve_job(
@@ -127,11 +146,18 @@ def serve_job(
     progress: bool = False,
     callbacks: Sequence[Callback] | None = None,
     events: EventListener | None = None,
+    threads: int | None = None,
+    may_replan: bool = True,
 ) -> Results:
-    """Train one job as the server of the workers that `server` returns."""
+    """Train one job as the server of the workers that `server` returns.
+
+    Args:
+        threads: Torch's threads; None: those of the settings, or one.
+        may_replan: Whether `server` can start workers for another placement later.
+    """
     assert placement.mode != ONE_MACHINE, "one machine needs no server"
     calls, cpu = Callbacks(callbacks), torch.device("cpu")
-    flags = torch_flags(cpu, settings.threads or 1, settings.deterministic)
+    flags = torch_flags(cpu, threads or settings.threads or 1, settings.deterministic)
     with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         built = build(job, placement, cpu)
         member = built.member
@@ -140,7 +166,8 @@ def serve_job(
         with progress_for([member], progress) as watch:
             tell = Listeners([watch, *calls.listeners(), *([events] if events is not None else [])])
             tell(happened("start", jobs=1, device=str(settings.device), plan=None))
-            run = _train(built, placement, server, settings, folder, calls, tell)
+            replans = may_replan and not settings.deterministic
+            run = _train(built, placement, server, settings, folder, calls, tell, replans)
             results = _results(member, run)
             tell(happened("end", statuses={member.status: 1}, seconds=member.seconds, running=1.0))
         if folder is not None:
@@ -150,14 +177,14 @@ def serve_job(
 
 def _train(
     built: Built, placement: Placement, server: Server, settings: Settings, folder: RunFolder | None,
-    calls: Callbacks, tell: Listeners,
+    calls: Callbacks, tell: Listeners, replans: bool,
 ) -> PlacedRun | None:  # fmt: skip
     if built.member.status != "running":
         return None
     check_job(built)
     notes, lost = list[str](), list[Lost]()
     while True:
-        replan_links = None if settings.deterministic else partial(replan, built, placement)
+        replan_links = partial(replan, built, placement) if replans else None
         with server(built, placement) as workers:
             workers.tell = lambda line: tell(happened("note", text=line))
             run = PlacedRun(
@@ -239,7 +266,8 @@ def run_process(
         ) as workers:  # fmt: skip
             yield workers
 
-    return serve_job(job, placement, server, settings=settings, out=out, progress=progress)
+    threads = server_threads(settings, started)
+    return serve_job(job, placement, server, settings=settings, out=out, progress=progress, threads=threads)
 
 
 @contextmanager
@@ -314,6 +342,8 @@ def local_workers(
     busy = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if busy and str(device).startswith("cuda"):
         raise PlaceError("workers cannot be forked once CUDA is in use here; begin this first, or use torchrun")
+    if local and not forks_can_train():
+        raise PlaceError(f"{CANNOT_TRAIN}, or use torchrun")
     forked = fork_workers(built, local, device, enter)
     with ending(forked), serving(built, expected=local + others, address=address, **settings) as workers:
         for process in forked:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal.engine.runtime.processes import Child
+from shoal.engine.runtime.processes import CANNOT_TRAIN, Child, forks_can_train
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method
@@ -54,6 +54,8 @@ def fork_workers(count: int, job: Job, method: Method, **settings: Any) -> list[
         raise SplitError(
             "workers cannot be forked once CUDA is in use here; begin the split first, or use device='cpu'"
         )
+    if count and not forks_can_train():
+        raise SplitError(f"{CANNOT_TRAIN}, or start the workers with `shoal split FILE --join HOST:PORT`")
     optimizer_state(method.member.job, method.model)  # makes torch load before the fork what its first step needs
 
     def serve(where: Address) -> None:
@@ -131,6 +133,8 @@ class Torchrun:
     rank: int
     world: int
     where: Address
+    alone: bool = False
+    """Whether it is the only process that torchrun has started on its machine."""
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
@@ -145,4 +149,5 @@ class Torchrun:
             rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         except ValueError:
             raise SplitError("RANK, WORLD_SIZE or MASTER_PORT is not a number; start this with torchrun") from None
-        return Torchrun(rank, world, Address(environment["MASTER_ADDR"], port + 1))
+        alone = environment.get("LOCAL_WORLD_SIZE") == "1"
+        return Torchrun(rank, world, Address(environment["MASTER_ADDR"], port + 1), alone)

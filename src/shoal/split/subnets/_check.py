@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shoal.engine.runtime.processes import apart
 from shoal.errors import describe
 from shoal.split.core.state import named_state
 from shoal.split.subnets._record import shell
@@ -97,7 +99,8 @@ class Probe:
                 if not problem and len(exact) < len(keep):
                     with _PlainNorms():
                         problem = self._differs(units, keep)
-                problem = problem or self._trains(narrow(self.whole, units, keep, scale=True))
+                small = narrow(self.whole, units, keep, scale=True)
+                problem = problem or apart(partial(self._trains, small))
             except Exception as error:
                 return f"the narrow network does not run ({describe(error)})"
             if problem:
