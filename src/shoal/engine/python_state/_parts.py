@@ -136,7 +136,7 @@ def is_written_in_python(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _can_be_made(kind: type) -> bool:
+def _can_be_made(kind: Any) -> bool:
     """Return whether an object of a class can be made without `__init__`; one of Cython, as in pandas, cannot."""
     try:
         object.__new__(kind)
