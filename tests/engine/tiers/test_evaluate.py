@@ -177,6 +177,9 @@ def test_metrics_of_outputs_that_are_not_all_rows(kind: str) -> None:
         logits, penalties = torch.cat([a for a, _ in batches]), torch.stack([b for _, b in batches])
         assert result.last("accuracy") == pytest.approx(float(accuracy(logits, YV)), abs=1e-12)
         assert result.last("penalty") == pytest.approx(float(penalties.mean()), rel=1e-9)
+    if kind == "dataclass":
+        with pytest.raises(ValueError, match="outputs of type Output cannot be stacked"):
+            results.predict(XV)
     if kind == "dict":
         outputs = results.predict(XV, batch_size=8)
         assert outputs["logits"].shape == (2, 23, C) and outputs["penalty"].shape == (2, 3) and outputs["n"] == 3

@@ -135,14 +135,9 @@ def is_written_in_python(kind: type) -> bool:
     return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])
 
 
-@functools.lru_cache(maxsize=1024)
-def _can_be_made(kind: Any) -> bool:
+def _can_be_made(kind: type) -> bool:
     """Return whether an object of a class can be made without `__init__`; one of Cython, as in pandas, cannot."""
-    try:
-        object.__new__(kind)
-    except TypeError:
-        return False
-    return True
+    return not any(isinstance(vars(base).get("__new__"), types.BuiltinFunctionType) for base in kind.__mro__[:-1])
 
 
 def name_kind(value: Any) -> str:
