@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.test_live import Branching
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
@@ -344,6 +344,55 @@ def test_what_a_change_cannot_be() -> None:
     run.clone("one", "b", epochs=3, hparams={"lr": 0.5}, schedule=None)
     b = run.wait(60)["b"]
     assert [row["lr"] for row in b.history[1:]] == [0.5, 0.5] and "max_lr" not in b.optimizer_state["param_groups"][0]
+
+
+SWITCHES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "amsgrad": (torch.optim.Adam, {"amsgrad": False}, {"amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.0}, {"momentum": 0.9}),
+    "centered": (torch.optim.RMSprop, {"momentum": 0.0, "centered": False}, {"momentum": 0.9, "centered": True}),
+}
+
+
+@pytest.mark.parametrize("model", [net, branching])
+@pytest.mark.parametrize("turned_on", [True, False])
+@pytest.mark.parametrize("kind", SWITCHES)
+def test_settings_that_need_other_state(kind: str, turned_on: bool, model: Callable[[], nn.Module]) -> None:
+    """State that they add begins as before the first step, and state that they do not use is dropped."""
+    optimizer, off, on = SWITCHES[kind]
+    before, after = (off, on) if turned_on else (on, off)
+    source = job(model=model, optimizer=optimizer, hparams={"lr": 0.01, **before})
+    results = cloned(source, 10, ("a", "b", {"hparams": after}), ("b", "back", {"hparams": before}))
+    for name, changes in {"b": [after], "back": [after, before]}.items():
+        with torch.random.fork_rng():
+            loop = Loop(source)
+            loop.take(10)
+            for settings in changes:
+                loop.optimizer.param_groups[0].update(settings)
+                used = set(_state_names(optimizer, settings))
+                for param, state in loop.optimizer.state.items():
+                    for key in state.keys() - used:
+                        del state[key]
+                    for key in used - state.keys() if optimizer is not torch.optim.SGD else ():
+                        state[key] = torch.zeros_like(param)
+            loop.take()
+        agree(results[name], loop)
+    agree(results["a"], by_hand(source, 0))
+
+
+def _state_names(optimizer: Any, settings: dict[str, Any]) -> list[str]:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    made = optimizer([param], lr=0.1, **settings)
+    made.step()
+    return list(made.state[param])
+
+
+def test_a_schedule_that_sets_the_rates_takes_no_lr() -> None:
+    run = shoal.start([job(schedule=lambda o: CyclicLR(o, 0.001, 0.01), epochs=2)], "cpu", keep_open=True)
+    next(run.as_completed(60))
+    with pytest.raises(shoal.JobError, match="its schedule sets the rates by itself"):
+        run.clone("a", "b", hparams={"lr": 0.1}, epochs=4)
+    run.wait(60)
 
 
 def test_a_value_that_is_as_before_is_no_change() -> None:

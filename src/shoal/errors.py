@@ -87,10 +87,14 @@ ROW_NOTE = "reading row "
 """The beginning of the note that says which row of a Dataset could not be read."""
 
 
+METRIC_NOTE = "metric "
+"""The beginning of the note that says in which metric an exception was raised."""
+
+
 def describe(error: BaseException) -> str:
     """Return an exception in one line: its type, the first line of its message and, if known, the row of the
-    Dataset."""
+    Dataset or the metric."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    rows = [note for note in getattr(error, "__notes__", ()) if note.startswith(ROW_NOTE)]
-    return f"{line} ({rows[0]})" if rows else line
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith((ROW_NOTE, METRIC_NOTE))]
+    return f"{line} ({notes[0]})" if notes else line

@@ -110,7 +110,7 @@ def _predict_batches(
     with Forward(models, whats=[Computation("inputs", _outputs)] * len(models), device=device) as forward:
         for batch in view.feed(1):
             chunks.append(pytree.tree_map_only(Tensor, lambda x: x.to("cpu"), forward(batch)))
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim=1), *chunks)
+    return join_batches(chunks, dim=1)
 
 
 def _outputs(model: nn.Module, batch: Any) -> Any:

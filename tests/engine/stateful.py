@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import functools
 import itertools
+import queue
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -475,6 +477,19 @@ def milestones(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.MultiStepLR(optimizer, [3, 6, 11], 0.5)
 
 
+def buffers_and_a_queue() -> Changes:
+    numbers, text, waiting = array.array("d", [0.0]), bytearray(), queue.Queue[float]()
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        numbers[0] += 0.01
+        numbers.append(numbers[-1])
+        text.append(1)
+        waiting.put(0.001)
+        return loss_of(model, batch) * (1 + numbers[0] + 0.001 * len(numbers) + 0.01 * len(text) + sum(waiting.queue))
+
+    return {"step": step}
+
+
 def lazy_network() -> nn.Module:
     layers = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1))
     return layers.double()
@@ -527,6 +542,7 @@ KINDS: dict[str, Callable[[], Changes]] = {
     "function of a scheduler": lambda: {"schedule": counting_lambda},
     "function of a scheduler, every epoch": lambda: {"schedule": counting_lambda, "schedule_every": "epoch"},
     "function of a scheduler in another": lambda: {"schedule": counting_scale},
+    "buffers and a queue": buffers_and_a_queue,
     "lazy modules": lambda: {"model": lazy_network, "average": shoal.EMA(decay=0.9, use_buffers=True)},
     "lazy modules, groups": lambda: {"model": lazy_network, "params": groups_by_ndim},
     "lazy modules, optimizer of its own": lambda: {"model": lazy_network, "optimizer": Slowing},

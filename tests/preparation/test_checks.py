@@ -76,6 +76,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["step calls backward() on the loss that it returns; leave that out"],
     ),
     "bad logs": ({"loss": None, "step": lambda m, b: (m(b[0]).mean(), {"x": "y"})}, ["logs 'x' as a str"]),
+    "list of a metric": (
+        {"val": (X, Y), "metrics": {"m": lambda o, t: [1, 2]}},
+        ["metric 'm' gave [1, 2]; it must be one number"],
+    ),
+    "metric of nothing": ({"val": (X, Y), "metrics": {"m": lambda o, t: None}}, ["metric 'm' gave None"]),
     "forward raises": ({"model": lambda: Raises(4, 3)}, ["forward raised KeyError: 'missing part'"]),
     "wrong width": ({"model": lambda: nn.Linear(5, 3)}, ["forward raised RuntimeError", "batch of 16 rows"]),
     "doubles": (

@@ -92,8 +92,14 @@ def _is_int(value: object) -> bool:
 
 def is_due(average: EMA | SWA, step: int, steps_per_epoch: int) -> bool:
     """Return whether the average is updated after this optimizer step (the first is 1)."""
-    steps_since_start = step - average.first(steps_per_epoch)
-    return steps_since_start > 0 and steps_since_start % interval(average, steps_per_epoch) == 0
+    first = first_update(average, steps_per_epoch)
+    return step >= first and (step - first) % _interval(average, steps_per_epoch) == 0
+
+
+def first_update(average: EMA | SWA, steps_per_epoch: int) -> int:
+    """Return the optimizer step after which the average is updated first."""
+    start, every = average.first(steps_per_epoch), _interval(average, steps_per_epoch)
+    return start - (start % every if average.every == "epoch" else 0) + every
 
 
 def counts_epochs(average: EMA | SWA) -> bool:
@@ -101,6 +107,6 @@ def counts_epochs(average: EMA | SWA) -> bool:
     return average.every == "epoch" or (isinstance(average, SWA) and average.start_epoch > 0)
 
 
-def interval(average: EMA | SWA, steps_per_epoch: int) -> int:
+def _interval(average: EMA | SWA, steps_per_epoch: int) -> int:
     """Return the number of optimizer steps from one update to the next."""
     return average.every if isinstance(average.every, int) else steps_per_epoch

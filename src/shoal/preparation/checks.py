@@ -21,7 +21,7 @@ from shoal.engine.members.step import number
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns
 from shoal.errors import JobError, ShoalWarning, describe
-from shoal.jobs.averaging import counts_epochs, interval
+from shoal.jobs.averaging import counts_epochs, first_update
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
@@ -235,7 +235,7 @@ def warn_of_averages(members: list[Member]) -> None:
         if job.steps is None and not per_epoch:
             continue  # the job's length is unknown
         steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
-        first = 0 if job.average is None else job.average.first(per_epoch) + interval(job.average, per_epoch)
+        first = 0 if job.average is None else first_update(job.average, per_epoch)
         if steps < first:
             warnings.warn(
                 f"job {member.name!r}: the first update of {job.average} comes after step {first}, and the job has "

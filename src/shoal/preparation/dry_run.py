@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
-from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating, run_step, targets_of
+from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
-from shoal.engine.tiers.evaluate import Sheet, measure, metric_columns
+from shoal.engine.tiers.evaluate import Sheet, join_batches, measure, metric_columns
 from shoal.engine.tracing.fingerprint import fingerprint
 from shoal.errors import JobError, ReadError, describe
 from shoal.jobs.job import RESERVED, Job
@@ -348,15 +348,24 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
     lines = []
     for name, metric in job.metrics.items():
         try:
-            value = measure(metric, sheet.outputs[0], targets_of(batch))
+            value = measure(metric, join_batches(sheet.outputs), targets_of(batch))
             for each in value.values() if isinstance(value, Mapping) else [value]:
-                if isinstance(each, Tensor) and each.numel() != 1:
-                    lines.append(f"metric {name!r} gave a tensor of shape {list(each.shape)}; it must be one number")
+                if not _is_number(each):
+                    what = f"a tensor of shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)[:60]
+                    lines.append(f"metric {name!r} gave {what}; it must be one number")
         except (TypeError, AttributeError, NameError) as error:
             lines.append(f"metric {name!r} raised {describe(error)}; it is called as (outputs, targets)")
         except Exception:
             continue
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        number(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _shape(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Optimizers that draw random numbers in their steps draw those of their own job."""
+"""Optimizers of users: those that draw random numbers in their steps, and those that wrap another one."""
 
 from __future__ import annotations
 
@@ -68,3 +68,42 @@ def test_an_optimizer_draws_from_the_streams_of_its_job(optimizer: type[torch.op
         for name, value in plain_loop(result.job).state_dict().items():
             assert distance(result.model.state_dict()[name], value) < 1e-9, name
     assert f"its optimizer {optimizer.__name__} draws random numbers" in reasons(jobs)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer without a call of `Optimizer.__init__`, as timm's and others do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = torch.optim.SGD(params, lr=lr)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+        self.count = 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        for param, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            if self.count % 2 == 0:
+                param.copy_(slow.lerp_(param, 0.5))
+
+
+def test_an_optimizer_that_wraps_another_without_its_init() -> None:
+    jobs = [
+        shoal.Job(model=network, data=(X, Y), loss=F.mse_loss, optimizer=Lookahead, hparams={"lr": 0.1}, batch_size=8,
+                  epochs=3, seed=seed)
+        for seed in range(2)
+    ]  # fmt: skip
+    for result, job in zip(shoal.train(jobs, device="cpu"), jobs, strict=True):
+        assert result.status == "done", result.error
+        for name, value in plain_loop(job).state_dict().items():
+            assert distance(result.model.state_dict()[name], value) < 1e-9, name

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.engine.optim.hparams import numbers, split_hparams
 from shoal.engine.optim.schedules import ScheduleRunner
+from shoal.engine.python_state import preserve
 
 S = lr_scheduler
 FACTORIES: dict[str, Callable[[Optimizer], Any]] = {
@@ -213,6 +214,39 @@ class Forgetful(S.StepLR):
 def test_no_table_when_it_could_not_be_taken_back() -> None:
     runner = ScheduleRunner([{"lr": 0.5}], torch.optim.SGD, lambda o: Forgetful(o, 2))
     assert not runner.can_table() and runner.table(3) is None
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_table_of_torchs_schedules_searches_no_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search through all loaded modules takes longer than an epoch of a small network."""
+    searched: list[Any] = []
+    monkeypatch.setattr(preserve, "in_library_tables", lambda values: set(searched.extend(values) or ()))
+    cls, hparams = OPTIMIZERS["sgd"]
+    runner = ScheduleRunner(hparams, cls, FACTORIES[name])
+    assert runner.table(21) is not None
+    assert not searched
+
+
+class Counting:
+    """An object as the function of a schedule, which notes its calls in a list."""
+
+    def __init__(self) -> None:
+        self.calls: list[float] = []
+
+    def __call__(self, step: float) -> float:
+        self.calls.append(step)
+        return 1 / len(self.calls)
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_table_leaves_no_trace_in_objects_of_the_user(cyclic: bool) -> None:
+    count = Counting()
+    schedule: Any = count
+    if cyclic:
+        schedule = lambda o: S.CyclicLR(o, 0.01, 0.4, 6, scale_fn=count, cycle_momentum=False)  # noqa: E731
+    runner = ScheduleRunner([{"lr": 0.5}], torch.optim.SGD, schedule)
+    before = list(count.calls)
+    assert runner.table(9) is not None and count.calls == before
 
 
 def test_the_users_tensors_are_not_touched() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import array
 import contextvars
 import functools
 import itertools
 import logging
+import multiprocessing
 import random
 import sys
 import types
@@ -14,9 +16,11 @@ import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import Queue
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,12 +148,19 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "a tensor": (Attributed, lambda model: model.table.add_(1.0), "root.table"),
     "a tensor's data": (Attributed, lambda model: model.table.data.add_(1.0), "root.table"),
     "an array": (lambda: closure_of(np.zeros(3)), lambda f: f().__setitem__(1, 1.0), "value in the closure"),
+    "a buffer": (lambda: bytearray(b"a"), lambda value: value.append(1), "root"),
+    "a buffer of numbers": (lambda: array.array("d", [0.0]), lambda value: value.append(1.0), "root"),
+    "a shared value": (lambda: SHARED, lambda value: setattr(value, "value", 1.0), "root"),
+    "a queue": (lambda: Queue[float](), lambda value: value.put(1.0), "root.queue"),
+    "a series": (lambda: pandas.Series({"beta": 0.0}), lambda value: value.__setitem__("beta", 1.0), "root"),
+    "a frame": (lambda: pandas.DataFrame({"a": [0.0]}), lambda value: value.loc.__setitem__(1, 2.0), "root"),
     "python's random numbers": (lambda: random.Random(0), lambda value: value.random(), "root"),
     "numpy's random numbers": (lambda: np.random.default_rng(0), lambda value: value.normal(), "root"),
     "numpy's old random numbers": (lambda: np.random.RandomState(0), lambda value: value.normal(), "root"),
     "torch's random numbers": (torch.Generator, lambda value: torch.rand(1, generator=value), "root"),
 }
 LOOSE = WithProperty()
+SHARED = multiprocessing.Value("d", 0.0)
 
 
 def held(value: Any) -> Any:

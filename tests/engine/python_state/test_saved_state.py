@@ -8,6 +8,7 @@ from os import system as run_command
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from tests.engine.stateful import KINDS, job
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.engine.members.member import Member
+from shoal.engine.python_state._parts import NotSavable
 from shoal.engine.python_state._state_codec import Decoder, Encoder
 from shoal.engine.runtime.clones import clone_of
 from shoal.engine.runtime.planning_context import PlanningContext
@@ -165,6 +167,12 @@ def test_a_checkpoint_that_names_what_runs_commands_is_refused(name: list[str]) 
     again.load_state(states[1])
     with pytest.raises(OutError, match=rf"may not name {'.'.join(name)}"):
         trained(again)
+
+
+def test_an_object_that_cannot_be_made_again_is_not_saved() -> None:
+    """It was saved by its parts, and the run could not be resumed."""
+    with pytest.raises(NotSavable, match="a DataFrame with a BlockManager"):
+        Encoder({}).value(pandas.DataFrame({"a": [0.0]}))
 
 
 def test_objects_are_made_without_running_their_code() -> None:

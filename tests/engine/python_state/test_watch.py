@@ -12,6 +12,7 @@ import functools
 import io
 import multiprocessing
 import os
+import queue
 import string
 import threading
 import types
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -504,6 +506,10 @@ UNSEARCHED: dict[str, tuple[Any, Callable[[Any], float], Callable[[Any], Any]]] 
     "bytearray": (bytearray(b"\0"), lambda c: float(c[0]), lambda c: c.__setitem__(0, 1)),
     "text": (io.StringIO("0"), lambda c: float(c.getvalue()), lambda c: (c.seek(0), c.write("1"))),
     "template": (string.Template("0"), lambda c: float(c.template), lambda c: setattr(c, "template", "1")),
+    "series": (pandas.Series({"beta": 0.0}), lambda c: c["beta"], lambda c: c.__setitem__("beta", 1.0)),
+    "frame": (pandas.DataFrame({"beta": [0.0]}), lambda c: c.loc[0, "beta"], lambda c: c.__setitem__("beta", [1.0])),
+    "queue": (queue.Queue(), lambda c: float(sum(c.queue)), lambda c: c.put(1.0)),
+    "simple queue": (queue.SimpleQueue(), lambda c: float(c.qsize()), lambda c: c.put(1.0)),
     "view of a dict": (a_view(), lambda c: sum(c[0]), lambda c: c[1]("beta", 1.0)),
     "module": (types.ModuleType("settings"), lambda c: getattr(c, "beta", 0.0), lambda c: setattr(c, "beta", 1.0)),
 }  # fmt: skip

@@ -221,7 +221,7 @@ def test_a_metric_that_raises_ends_its_member() -> None:
         raise ZeroDivisionError("nothing to divide")
 
     bad, good = shoal.train([job(val=(X, Y), metrics={"m": metric}, name="bad"), job(name="good")], device="cpu")
-    assert (bad.status, bad.error) == ("failed", "ZeroDivisionError: nothing to divide")
+    assert (bad.status, bad.error) == ("failed", "ZeroDivisionError: nothing to divide (metric 'm')")
     assert good.status == "done"
 
 

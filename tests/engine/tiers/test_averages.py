@@ -123,6 +123,15 @@ def test_members_with_averages_of_their_own_in_one_stack() -> None:
     assert len(shown.plan.parts) == 1, shown
 
 
+def test_an_average_by_the_epoch_is_updated_at_the_ends_of_epochs_only() -> None:
+    """An epoch has six steps: one that begins after the eighth has its first update after the twelfth."""
+    rules = [shoal.EMA(decay=0.5, every="epoch", start=start) for start in (6, 8, 11, 12)]
+    after_6, after_8, after_11, after_12 = train([job(0, rule, name=str(rule)) for rule in rules])
+    assert_same_bits(after_8, after_6)
+    assert_same_bits(after_11, after_6)
+    assert distance(after_12.model.state_dict()["0.weight"], after_6.model.state_dict()["0.weight"]) > 1e-6
+
+
 def test_decays_of_nothing_and_of_all() -> None:
     rules = [None, shoal.EMA(decay=0.0), shoal.EMA(decay=1.0)]
     plain, latest, first = train([job(0, rule, name=str(rule)) for rule in rules])

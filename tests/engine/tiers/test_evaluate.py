@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,5 +123,90 @@ def test_a_metric_that_raises_ends_its_own_member() -> None:
         raise ZeroDivisionError("nothing to divide")
 
     good, bad = shoal.train([job(0), job(1, metrics={"m": wrong})], device="cpu")
-    assert (good.status, bad.status, bad.error) == ("done", "failed", "ZeroDivisionError: nothing to divide")
+    assert (good.status, bad.status) == ("done", "failed")
+    assert bad.error == "ZeroDivisionError: nothing to divide (metric 'm')"
     assert good.history[-1]["val_loss"] == pytest.approx(shoal.solo(job(0)).history[-1]["val_loss"], rel=1e-9)
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: Tensor
+    penalty: Tensor
+    name: str = "output"
+
+
+class Penalised(nn.Module):
+    """Gives logits and a penalty, a scalar, in a dict, a dataclass or a tuple with the state of a recurrent layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.lstm, self.fc, self.kind = nn.LSTM(D, 6, batch_first=True).double(), nn.Linear(6, C).double(), kind
+
+    def forward(self, x: Tensor) -> Any:
+        out, state = self.lstm(x.unsqueeze(1))
+        logits, penalty = self.fc(out[:, 0]), out.square().mean()
+        if self.kind == "tuple":
+            return logits, penalty, state
+        return Output(logits, penalty) if self.kind == "dataclass" else {"logits": logits, "penalty": penalty, "n": 3}
+
+
+def logits_of(outputs: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(outputs, Output):
+        return outputs.logits, outputs.penalty
+    return (outputs["logits"], outputs["penalty"]) if isinstance(outputs, dict) else outputs[:2]
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
+def test_metrics_of_outputs_that_are_not_all_rows(kind: str) -> None:
+    """The last batch of 23 rows is shorter, so that the state of an LSTM, [layers, rows, ...], is no one tensor."""
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        logits, penalty = logits_of(outputs)
+        return F.cross_entropy(logits, targets) + penalty
+
+    metrics = {
+        "accuracy": lambda outputs, targets: accuracy(logits_of(outputs)[0], targets),
+        "penalty": lambda outputs, targets: logits_of(outputs)[1].mean(),
+    }
+    jobs = [job(seed, model=lambda: Penalised(kind), loss=loss, metrics=metrics) for seed in range(2)]
+    results = shoal.train(jobs, device="cpu")
+    for result in results:
+        assert result.status == "done", result.error
+        with torch.no_grad():
+            batches = [logits_of(result.model(x)) for x in XV.split(8)]
+        logits, penalties = torch.cat([a for a, _ in batches]), torch.stack([b for _, b in batches])
+        assert result.last("accuracy") == pytest.approx(float(accuracy(logits, YV)), abs=1e-12)
+        assert result.last("penalty") == pytest.approx(float(penalties.mean()), rel=1e-9)
+    if kind == "dataclass":
+        with pytest.raises(ValueError, match="outputs of type Output cannot be stacked"):
+            results.predict(XV)
+    if kind == "dict":
+        outputs = results.predict(XV, batch_size=8)
+        assert outputs["logits"].shape == (2, 23, C) and outputs["penalty"].shape == (2, 3) and outputs["n"] == 3
+
+
+def test_outputs_that_are_padded_come_as_lists() -> None:
+    def collate(items: list[int]) -> tuple[Tensor, Tensor]:
+        rows = [torch.arange(item % 5 + 1) for item in items]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+        return padded.clamp(min=0), padded.clamp(max=2)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def shares(outputs: list[Tensor], targets: list[Tensor]) -> float:
+        right = [(out.argmax(-1) == target)[target >= 0] for out, target in zip(outputs, targets, strict=True)]
+        return float(torch.cat(right).double().mean())
+
+    one = job(0, model=lambda: nn.Embedding(5, C).double(), data=list(range(12)), val=list(range(7)), collate=collate,
+              loss=loss, metrics={"share": shares}, batch_size=3)  # fmt: skip
+    (result,) = shoal.train([one], device="cpu")
+    assert result.status == "done", result.error
+    batches = [collate(list(rows)) for rows in (range(3), range(3, 6), range(6, 7))]
+    outputs = [result.model(inputs) for inputs, _ in batches]
+    assert result.last("share") == pytest.approx(shares(outputs, [targets for _, targets in batches]))
+
+
+def test_a_metric_may_give_an_array_of_one_number() -> None:
+    (result,) = shoal.train([job(0, metrics={"m": lambda outputs, targets: np.array([2.5])})], device="cpu")
+    assert result.last("m") == 2.5

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
 from shoal.engine.members.stretches import Stretch
+from shoal.engine.optim.hparams import all_flags, rule_for, split_hparams
 from shoal.engine.optim.schedules import jump_to
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
@@ -73,7 +75,8 @@ def _change_hparams(member: Member, before: Job, without: Collection[str]) -> No
     `params`, and what a schedule has changed, stays unless it was changed.
     """
     with draws(member, keep=False):
-        old, new = (make_optimizer(job, member.model).param_groups for job in (before, member.job))
+        fresh = make_optimizer(member.job, member.model)
+        old, new = make_optimizer(before, member.model).param_groups, fresh.param_groups
     for place, group in enumerate(member.optimizer_state["param_groups"]):
         for key in new[place].keys() - {"params", *without}:
             was, now = old[place].get(key), new[place][key]
@@ -83,6 +86,23 @@ def _change_hparams(member: Member, before: Job, without: Collection[str]) -> No
                 _scale(member, group, place, was, now)
             else:
                 group[key] = now
+        _fit_state(member, type(fresh), group, new[place]["params"])
+
+
+def _fit_state(member: Member, kind: type[Optimizer], group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+    """Add the state that changed settings need (amsgrad's maximum), as torch has it before the first step, and drop
+    what they do not use (the buffer of momentum 0)."""
+    parts = split_hparams(kind, group)
+    if parts is None:  # a class without a rule: its own step uses or misses this state
+        return
+    wanted, every = (set(rule_for(kind, flags).buffers()) for flags in (parts[0], all_flags(kind)))
+    entries = member.optimizer_state["state"]
+    for index, param in zip(group["params"], params, strict=True):
+        entry = {name: value for name, value in entries.pop(index, {}).items() if name not in every - wanted}
+        if entry and kind is not torch.optim.SGD:  # SGD's buffer begins with a gradient
+            entry = {**{name: torch.zeros_like(param) for name in wanted}, **entry}
+        if entry:
+            entries[index] = entry
 
 
 def _schedule_anew(member: Member, before: Job, *, fresh: bool) -> None:
@@ -157,7 +177,7 @@ def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any
     """Scale a learning rate under a schedule, with everything that the schedule derives it from."""
     if not float(was):
         raise JobError("clone: lr was 0 under a schedule, so that a new one has no meaning; add a job of its own")
-    if "max_lr" in group:
+    if "max_lr" in group or any("max_lrs" in state for state in _states(member.schedule_state)):
         raise JobError(
             "clone: its schedule sets the rates by itself (max_lr), so that lr would do nothing; change schedule= too"
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +58,9 @@ def _name_of_targets(batch: Mapping[str, Any]) -> str:
 
 
 def number(value: Any) -> float:
-    """Convert a metric or log to a float, from a number or a tensor of one element."""
+    """Convert a metric or log to a float, from a number, or a tensor or array of one element."""
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from shoal.engine.python_state.saved_state import step_hooks
+
 DTYPES = (torch.float32, torch.float64)
 OTHERS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a parameter group with which its user has chosen how it is updated."""
@@ -140,8 +142,7 @@ def _has_plain_settings(group: dict[str, Any]) -> bool:
 
 def _hooked(optimizer: Any) -> bool:
     """Return whether hooks must be called before or after a step."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    return bool(step_hooks(optimizer) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def _in_one_layout(params: list[Tensor], *lists: list[Tensor]) -> bool:

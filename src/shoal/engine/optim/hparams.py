@@ -123,6 +123,11 @@ def structure(cls: type[Optimizer], flags: Flags) -> Flags:
     return flags.intersection(RULES[cls].structural)
 
 
+def all_flags(cls: type[Optimizer]) -> Flags:
+    """Return every flag that a rule of this class can have."""
+    return Flags({*RULES[cls].structural, *RULES[cls].optional})
+
+
 def rule_for(cls: type[Optimizer], flags: Flags) -> Rule:
     """Return the rule of a class for flags that `split_hparams` returned."""
     return RULES[cls](flags)

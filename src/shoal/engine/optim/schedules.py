@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -187,7 +188,7 @@ class ScheduleRunner:
         saved = None if constant else self.state_dict()
         rows: list[list[list[float]]] = []
         try:
-            with preserved({"schedule": self._scheduler}):  # functions of the step may have state
+            with self._users_code_preserved():
                 for index in range(1 if constant else steps):
                     if index:
                         self.step()
@@ -199,6 +200,14 @@ class ScheduleRunner:
                 self.load_state_dict(saved)
         table = torch.tensor(rows, dtype=torch.float64).permute(1, 2, 0)
         return table.expand(-1, -1, steps).contiguous() if constant else table.contiguous()
+
+    def _users_code_preserved(self) -> AbstractContextManager[Any]:
+        """Restore the state of the user's code after this context. All state of torch's own schedulers but that of
+        the functions which they call is in their `state_dict()`, and to search it again takes long."""
+        parts = [] if self._scheduler is None else _chain(self._scheduler)
+        held = [f for p in parts for f in (*getattr(p, "lr_lambdas", ()), getattr(p, "_scale_fn_custom", None)) if f]
+        roots = {"schedule": self._scheduler} if self.foreign else {str(n): f for n, f in enumerate(held)}
+        return preserved(roots) if roots else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of scheduler and groups. Torch's chainable schedules continue from the groups' values."""

@@ -8,7 +8,9 @@ import ctypes
 import io
 import itertools
 import os
+import queue
 import string
+import sys
 import threading
 import types
 import warnings
@@ -101,6 +103,53 @@ class ArrayContent(Place):
         return list(now.flat) != list(note.flat) if now.dtype.hasobject else now.tobytes() != note.tobytes()
 
 
+class BufferContent(Place):
+    """The bytes of a buffer: a bytearray, an `array.array`, a ctypes value, shared memory of `multiprocessing`."""
+
+    def get(self) -> bytes:
+        return bytes(self._view())
+
+    def put(self, value: bytes) -> None:
+        if isinstance(self.owner, array.array | bytearray) and len(value) != len(self._view()):
+            del self.owner[:]
+            self.owner.extend(value) if isinstance(self.owner, bytearray) else self.owner.frombytes(value)
+        elif self.changed(value):
+            self._view()[:] = value
+
+    def _view(self) -> memoryview:
+        owner = self.owner.get_obj() if isinstance(self.owner, SynchronizedBase) else self.owner
+        return memoryview(owner).cast("B")
+
+
+BUFFERS = (array.array, bytearray, ctypes.Array, ctypes._SimpleCData, SynchronizedBase)
+
+
+class FrameContent(Place):
+    """The content of a DataFrame or a Series of pandas."""
+
+    @property
+    def restorable(self) -> bool:  # type: ignore[override]
+        return bool(self.owner.size <= MAX_ELEMENTS)
+
+    def get(self) -> Any:
+        if self.restorable:
+            return self.owner.copy()
+        return self.owner.iloc[:: max(1, len(self.owner) // _SAMPLED)].copy()
+
+    def put(self, value: Any) -> None:
+        if self.restorable and self.changed(value):
+            self.owner._update_inplace(value.copy())
+
+    def changed(self, note: Any) -> bool:
+        return not self.get().equals(note)
+
+
+def is_frame(value: Any) -> bool:
+    """Return whether a value is a DataFrame or a Series of pandas, which is not imported for this."""
+    pandas = sys.modules.get("pandas")  # without the classes while another thread imports it
+    return isinstance(value, (getattr(pandas, "DataFrame", ()), getattr(pandas, "Series", ())))
+
+
 class RandomNumbers(Place):
     """The state of a random generator of Python, numpy or torch."""
 
@@ -161,9 +210,7 @@ _READERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (string.Template, lambda template: template.template),
     (threading.local, lambda local: dict(vars(local))),
     (threading.Event, threading.Event.is_set),
-    (SynchronizedBase, lambda shared: bytes(shared.get_obj())),
-    ((bytearray, ctypes.Array, ctypes._SimpleCData), bytes),
-    (array.array, array.array.tobytes),
+    (queue.SimpleQueue, queue.SimpleQueue.qsize),
     ((io.StringIO, io.BytesIO), lambda file: None if file.closed else file.getvalue()),
     ((type({}.keys()), type({}.values()), type({}.items())), list),
     (

@@ -98,7 +98,7 @@ def _take_apart_object(value: Any) -> Parts:
         if hasattr(value, "__next__"):
             return _take_apart_iterator(value)
         raise NotSavable(name_kind(value))
-    if base is object and kind.__module__ in ("builtins", "types"):
+    if base is object and (kind.__module__ in ("builtins", "types") or not _can_be_made(kind)):
         raise NotSavable(name_kind(value))
     return Parts("object", (kind, getattr(value, "maxlen", None)), items, _attributes(value))
 
@@ -133,6 +133,11 @@ def _container(kind: type) -> Any:
 def is_written_in_python(kind: type) -> bool:
     """Return whether a class and all of its bases are written in Python."""
     return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])
+
+
+def _can_be_made(kind: type) -> bool:
+    """Return whether an object of a class can be made without `__init__`; one of Cython, as in pandas, cannot."""
+    return not any(isinstance(vars(base).get("__new__"), types.BuiltinFunctionType) for base in kind.__mro__[:-1])
 
 
 def name_kind(value: Any) -> str:

@@ -7,9 +7,12 @@ the process and not to a job are not copied: classes, modules, globals, files, l
 from __future__ import annotations
 
 import argparse
+import array
 import copy
+import ctypes
 import enum
 import functools
+import queue
 import random
 import types
 import weakref
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
-from shoal.engine.python_state._contents import is_iterator
+from shoal.engine.python_state._contents import is_frame, is_iterator
 from shoal.engine.python_state._parts import CONTAINERS, MAKE, NotSavable, fill, take_apart
 from shoal.engine.python_state.user_code import is_standard_class
 from shoal.jobs.job import Job
@@ -32,7 +35,7 @@ _CONSTANT = (
     np.ufunc, torch.dtype, torch.device, torch.Size, range, slice, types.CodeType, torch.jit.ScriptFunction, Dataset,
     Job,
 )  # fmt: skip
-_DEEP = (np.ndarray, random.Random, torch.jit.ScriptModule)
+_DEEP = (np.ndarray, random.Random, torch.jit.ScriptModule, array.array, ctypes.Array, ctypes._SimpleCData)
 """Classes whose objects are copied by `copy.deepcopy`."""
 _STANDARD = (
     *CONTAINERS, argparse.Namespace, UserDict, UserList, tuple, frozenset, functools.partial, types.MethodType,
@@ -71,6 +74,11 @@ class PrivateCopies:
             self._tensor(value)
         elif isinstance(value, (*_DEEP, Tensor)):
             self._made[id(value)] = copy.deepcopy(value)
+        elif is_frame(value):
+            self._made[id(value)] = value.copy()
+        elif type(value) in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
+            made = self._made[id(value)] = type(value)(value.maxsize)
+            made.queue, made.unfinished_tasks = self.of(value.queue), value.unfinished_tasks
         else:
             self._object(value)
 

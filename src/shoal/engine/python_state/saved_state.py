@@ -136,11 +136,17 @@ def storable(state: Any) -> bool:
     return all(isinstance(leaf, bool | int | float | complex | str | bytes | None | Tensor) for leaf in leaves)
 
 
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """Return the hooks of an optimizer's step. One that wraps another, and does not call `Optimizer.__init__`, has
+    none."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [hook for name in names for hook in getattr(optimizer, name, {}).values()]
+
+
 def driver_roots(optimizer: Optimizer, schedule: Any) -> dict[str, Any]:
     """Return those of an optimizer, a scheduler and its functions that may have state outside any `state_dict()`."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-    roots: dict[str, Any] = {} if torchs and not any(hooks) else {"optimizer": optimizer}
+    roots: dict[str, Any] = {} if torchs and not step_hooks(optimizer) else {"optimizer": optimizer}
     if schedule is None:
         return roots
     if not _is_torchs(schedule):

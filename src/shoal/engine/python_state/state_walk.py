@@ -11,6 +11,7 @@ import collections
 import contextvars
 import dis
 import functools
+import queue
 import random
 import types
 import weakref
@@ -139,6 +140,9 @@ class Walk:
         look = _look_of(kind, self._looks)
         if look is not None:
             look(self, path, value)
+            return
+        if _contents.is_frame(value):
+            self._note(_contents.FrameContent(path, value))
             return
         if _contents.is_iterator(value):
             self._note(_contents.Position((*path, ".__next__"), value))
@@ -299,6 +303,10 @@ class Walk:
             self._attributes((*path, ".__dict__"), value)
             self._push(path, ".__class__", type(value))
 
+    def _waiting_items(self, path: Path, value: queue.Queue[Any]) -> None:
+        self._push(path, ".queue", value.queue)
+        self._object(path, value)
+
     def _tensor(self, path: Path, value: Tensor) -> None:
         if not is_lazy(value):
             self._note(_contents.TensorContent(path, value))
@@ -337,6 +345,8 @@ class Walk:
         ((list, deque), _list),
         ((dict, types.MappingProxyType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _dict),
         (set, _set),
+        (queue.Queue, _waiting_items),
+        (_contents.BUFFERS, _as(_contents.BufferContent)),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from shoal.engine.optim.kinds import needs_closure
 from shoal.engine.optim.rule import Flags
 from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.preserve import PythonState
+from shoal.engine.python_state.saved_state import step_hooks
 from shoal.engine.tracing.patches import Untraceable
 
 
@@ -72,8 +73,7 @@ class OptimizerPlan:
 def _is_customized(optimizer: Optimizer) -> bool:
     """Return whether this optimizer differs from a new one of its class: hooks, a replaced `step`, or state."""
     hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+        step_hooks(optimizer),
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,8 +19,8 @@ from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.python_state.module_modes import own_train_methods
-from shoal.engine.tiers.unit import Unit, evaluated, member_output
-from shoal.errors import MemberError
+from shoal.engine.tiers.unit import Unit, Unlike, context_lost, evaluated, member_output, out_of_memory
+from shoal.errors import METRIC_NOTE, MemberError
 from shoal.jobs.job import Job
 from shoal.utils.randomness import generator_at
 
@@ -73,7 +74,7 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
             findings = unit.validate(batch, slots)
         except Exception:  # it may be one member's error, which shows when each is evaluated separately
             return None
-        if findings is None:
+        if findings is None or isinstance(findings.outputs, Unlike):
             return None
         losses, logs = findings.losses.tolist(), {name: column.tolist() for name, column in findings.logs.items()}
         rows = batch_rows(batch)
@@ -208,11 +209,15 @@ class Sheet:
 def _compute_metrics(job: Job, outputs: Any, targets: Any) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, metric in job.metrics.items():
-        value = measure(metric, outputs, targets)
-        if isinstance(value, Mapping):
-            values |= {f"{name}_{key}": number(part) for key, part in value.items()}
-        else:
-            values[name] = number(value)
+        try:
+            value = measure(metric, outputs, targets)
+            if isinstance(value, Mapping):
+                values |= {f"{name}_{key}": number(part) for key, part in value.items()}
+            else:
+                values[name] = number(value)
+        except Exception as error:
+            error.add_note(f"{METRIC_NOTE}{name!r}")
+            raise
     return values
 
 
@@ -243,8 +248,37 @@ def measure(metric: Any, outputs: Any, targets: Any) -> Any:
 
 
 def join_batches(batches: list[Any], dim: int = 0) -> Any:
-    """Concatenate batches of pytrees along their rows; None stays None."""
+    """Join the outputs of all batches, pytrees or dataclasses: tensors along their rows, and scalars, such as an
+    auxiliary loss, into a tensor with one entry for each batch.
+
+    Plain values that are the same for all batches, and None, stay as they are. What cannot be joined, such as outputs
+    that are padded to other lengths, becomes a list with one entry for each batch.
+    """
     flat = [pytree.tree_flatten(batch) for batch in batches]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(batches)
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [None if all(x is None for x in column) else torch.cat(list(column), dim) for column in columns]
-    return pytree.tree_unflatten(joined, flat[0][1])
+    return pytree.tree_unflatten([_join(list(column), dim) for column in columns], flat[0][1])
+
+
+def _join(values: list[Any], dim: int) -> Any:
+    """Join one leaf of the outputs of all batches."""
+    first = values[0]
+    if dataclasses.is_dataclass(first):
+        joined = copy.copy(first)
+        for field in dataclasses.fields(first):
+            value = join_batches([getattr(each, field.name) for each in values], dim)
+            object.__setattr__(joined, field.name, value)  # it may be frozen
+        return joined
+    if all(isinstance(value, bool | int | float | str | None) for value in values):
+        return first if all(value == first for value in values) else values
+    if not all(isinstance(value, Tensor) for value in values):
+        return values
+    if all(value.dim() == dim for value in values):
+        return torch.stack(values, dim)
+    try:
+        return torch.cat(values, dim)
+    except RuntimeError as error:
+        if out_of_memory(error) or context_lost(error):
+            raise
+        return values

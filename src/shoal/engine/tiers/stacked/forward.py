@@ -199,5 +199,7 @@ def joined(outputs: list[Any]) -> Any:
     stacked = stack_outputs(outputs)
     if isinstance(stacked, Unlike):
         shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):  # dataclasses, for example
+            raise ValueError(f"outputs of type {shapes[0]} cannot be stacked; call each member's own model instead")
         raise ValueError(f"the members' outputs differ ({shapes}); call each member's own model instead")
     return stacked
