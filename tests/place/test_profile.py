@@ -106,7 +106,7 @@ def test_layers_are_timed_with_one_thread_on_busy_cores(busy: bool, monkeypatch:
             return super().forward(input)
 
     graph = trace_layers(nn.Sequential(Looks(4, 4), nn.Linear(4, 2)), torch.randn(4, 4))
-    monkeypatch.setattr("shoal.place.profile.busy", lambda threads: busy)
+    monkeypatch.setattr("shoal.engine.tiers.threads.busy", lambda threads: busy)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from shoal.engine.runtime.processes import Child
-from shoal.engine.tiers.threads import busy
+from shoal.engine.tiers.threads import threads_to_time
 from shoal.errors import PlaceError, describe
 from shoal.graphs.calls import as_arguments
 from shoal.place.graph import Layer, LayerGraph, leaves
@@ -167,7 +167,7 @@ def measure_profile(
     model = copy.deepcopy(graph.model).to(target_device).train()
     sizes = tuple(sorted(set(rows)))
     times: list[tuple[list[float], list[float]]] = []
-    threads = _threads(target_device)
+    threads = threads_to_time(target_device)
     flags = torch_flags(target_device, threads)
     fork_rng = torch.random.fork_rng(devices=[target_device] if target_device.type == "cuda" else [])
     with flags, fork_rng, torch.enable_grad():
@@ -192,18 +192,6 @@ def measure_profile(
         update_seconds=update_seconds,
         threads=threads,
     )
-
-
-def _threads(device: torch.device) -> int | None:
-    """Return the number of torch's threads that layers on a CPU are timed with.
-
-    It is one if the cores are busy: several threads would wait for each other, and a layer could take a thousand times
-    as long.
-    """
-    if device.type != "cpu":
-        return None
-    threads = torch.get_num_threads()
-    return 1 if threads > 1 and busy(threads) else threads
 
 
 @contextmanager
