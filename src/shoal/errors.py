@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sysconfig
+from pathlib import Path
 
 OF_ONE_JOB = re.compile(r"(?:job '.*?'|member \d+): (.*)", re.DOTALL)
 """A line about one job of a list, or one member of a pack. The group of the expression is the mistake."""
@@ -98,3 +100,25 @@ def describe(error: BaseException) -> str:
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith((ROW_NOTE, METRIC_NOTE))]
     return f"{line} ({notes[0]})" if notes else line
+
+
+_LIBRARIES = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<frozen", "<eval_with_key")
+"""How the files begin that are nobody's own code: this package, the standard library, code made by torch.fx."""
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last location in the user's own code that raised the error, in parentheses: " (net.py:12)"."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}:{error.lineno})"
+    trace, last = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "site-packages" not in Path(file).parts:
+            last = f" ({Path(file).name}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return last
+
+
+def describe_with_place(error: BaseException) -> str:
+    """Return an exception of a job's own code in one line, with the file and line of that code."""
+    return describe(error) + place_of(error)

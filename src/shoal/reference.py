@@ -52,7 +52,7 @@ from shoal.engine.optim.kinds import has_modes, learning_rate, needs_closure, se
 from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode, in_eval_mode
 from shoal.engine.tiers.evaluate import Sheet
 from shoal.environment import environment
-from shoal.errors import describe
+from shoal.errors import describe_with_place
 from shoal.jobs.averaging import EMA, is_due
 from shoal.jobs.early_stopping import Monitor, validates
 from shoal.jobs.job import Job
@@ -202,7 +202,7 @@ def _validate_within_epoch(state: Training, val: View) -> None:
     try:
         row = {"epoch": state.epoch + 1, "step": state.step, **_validate(state, val)}
     except Exception as error:
-        state.status, state.error = "failed", describe(error)
+        state.status, state.error = "failed", describe_with_place(error)
         return
     state.validations.append(row)
     best, stop = state.monitor.see(row)
@@ -238,7 +238,7 @@ def _step(state: Training, group: list[_Read]) -> None:
             elif number_in_group == len(group):
                 _apply(state)
         except Exception as error:
-            state.status, state.error = "failed", describe(error)
+            state.status, state.error = "failed", describe_with_place(error)
         if state.status != "running":
             for module, name, buffer, value in saved_buffers:
                 module._buffers[name] = buffer.copy_(value) if buffer.shape == value.shape else value
@@ -304,7 +304,7 @@ def _move_schedule(state: Training, *metric: float) -> None:
     try:
         state.schedule.step(*metric)  # type: ignore[union-attr,arg-type]  # ReduceLROnPlateau takes the watched value
     except Exception as error:
-        state.status, state.error = "failed", describe(error)
+        state.status, state.error = "failed", describe_with_place(error)
 
 
 @contextmanager
@@ -328,7 +328,7 @@ def _end_of_epoch(state: Training, val: View | None, complete: bool) -> None:
         try:
             row |= _validate(state, val)
         except Exception as error:
-            state.status, state.error = "failed", describe(error)
+            state.status, state.error = "failed", describe_with_place(error)
             return
     state.history.append(row | {"lr": state.rate, "seconds": time.perf_counter() - state.started})
     state.error = state.monitor.missing(row, val is None or "val_loss" in row)

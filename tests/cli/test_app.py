@@ -158,7 +158,12 @@ def test_debug_shows_the_traceback(tmp_path: Path, place: int, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("body", "says"),
-    [("return []", "gave no jobs"), ("return [3]", "gave int at position 0"), ("pass", "gave NoneType")],
+    [
+        ("return []", "gave no jobs"),
+        ("return [3]", "gave int at position 0"),
+        ("pass", "gave NoneType;"),
+        ("return 3", "gave int;"),
+    ],
 )
 def test_a_function_that_returns_no_jobs(
     tmp_path: Path, body: str, says: str, capsys: pytest.CaptureFixture[str]

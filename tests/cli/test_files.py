@@ -104,6 +104,11 @@ def test_export_of_other_inputs(
         assert main([*command, *more]) == status
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1
+    (tmp_path / "other.py").write_text("import torch\nint('runs')\n")
+    capsys.readouterr()
+    assert main(["export", "run", "a.pt2", "--model", "other.py:build", "--shape", "1,3"]) == 1
+    err = capsys.readouterr().err
+    assert "importing 'other.py' raised ValueError" in err and "(other.py:2)" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

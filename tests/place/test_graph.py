@@ -155,3 +155,15 @@ def test_what_cannot_be_traced_is_said_in_one_line() -> None:
     with pytest.raises(PlaceError, match="cannot be traced") as caught:
         trace_layers(Looks(), torch.randn(2, 4))
     assert "\n" not in str(caught.value)
+
+
+def test_a_cut_after_a_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2))
+    graph = trace_layers(model, torch.randn(2, 4))
+    assert graph.cut_named("1") is graph.cut_named("1.2")
+    back_only = trace_layers(
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), torch.randn(2, 4)
+    )
+    for name in ("1", "3"):  # nothing comes after it; there is no such module
+        with pytest.raises(PlaceError, match=r"no such layer to cut after; there are 0, 1\.0$"):
+            back_only.cut_named(name)

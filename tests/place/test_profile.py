@@ -94,3 +94,25 @@ def test_the_meta_device_cannot_be_timed() -> None:
 def test_rows_are_repeated() -> None:
     assert repeat_rows(torch.tensor([1, 2, 3]), 7).tolist() == [1, 2, 3, 1, 2, 3, 1]
     assert repeat_rows(torch.tensor(5), 7).item() == 5
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_layers_are_timed_with_one_thread_on_busy_cores(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set[int]()
+
+    class Looks(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.add(torch.get_num_threads())
+            return super().forward(input)
+
+    graph = trace_layers(nn.Sequential(Looks(4, 4), nn.Linear(4, 2)), torch.randn(4, 4))
+    monkeypatch.setattr("shoal.engine.tiers.threads.busy", lambda threads: busy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen.clear()
+        profile = measure_profile(graph, torch.randn(4, 4), rows=(4,))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {profile.threads} == {1 if busy else 2}

@@ -101,8 +101,11 @@ def test_stop_and_exceptions() -> None:
     def raising(view: shoal.MemberView) -> None:
         raise KeyError("no such metric")
 
+    line = raising.__code__.co_firstlineno + 1
     failed = Ending(
-        "failed", "the callback test_stop_and_exceptions.<locals>.raising raised KeyError: 'no such metric'"
+        "failed",
+        "the callback test_stop_and_exceptions.<locals>.raising raised KeyError: 'no such metric' "
+        f"(test_callbacks.py:{line})",
     )
     it = member()
     assert Callbacks([lambda view: view.stop("too slow")]).after(it) == Ending("stopped", "too slow")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from tests.split.networks import make_job
 
 import shoal
 from shoal.split import DataParallel
 from shoal.split.methods.sil_method import SILMethod
+from shoal.split.net import _advice
 from shoal.split.net._advice import advise
 from shoal.split.net.links import LinkSpeed
 
@@ -34,3 +38,23 @@ def test_parts_that_read_the_same_rows_are_not_counted_as_more_rows() -> None:
     first, more = (advise(job, way, 2, fast).forecasts[0] for way in (labels, heads))
     assert first.speedup <= 2.0  # two parts, each with half of the work at best
     assert more.round_bytes >= first.round_bytes + heads.crossing_bytes() // heads.windows  # activations there
+
+
+def test_steps_are_timed_with_one_thread_on_busy_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.tiers.threads.busy", lambda threads: True)
+    seen = set[int]()
+    task = _advice.train_task
+
+    def train_task(*args: Any, **options: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return task(*args, **options)
+
+    monkeypatch.setattr(_advice, "train_task", train_task)
+    job, before = make_job(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        advise(job, DataParallel(job, 2), 2, LinkSpeed.parse("1Gbit"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}

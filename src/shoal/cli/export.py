@@ -64,12 +64,18 @@ def _chosen(results: "Results", job: str | None, best: str | None, mode: Any) ->
 
 
 def _builder(target: str) -> Any:
-    from shoal.jobfile.importing import get_attribute, import_code
+    from shoal.errors import describe_with_place
+    from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
 
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise typer.BadParameter(f"--model is {target!r}; give MODULE:FUNCTION or FILE.py:FUNCTION")
-    return get_attribute(import_code(where, Path.cwd()), name, where)
+    try:
+        return get_attribute(import_code(where, Path.cwd()), name, where)
+    except NoSuchCode:
+        raise
+    except Exception as error:
+        raise ValueError(f"--model: importing {where!r} raised {describe_with_place(error)}") from error
 
 
 def _write(result: "Result", file: Path, shape: str | None, dtype: str | None) -> None:
@@ -111,10 +117,18 @@ def _write_program(result: "Result", file: Path, shape: str, dtype: str | None) 
     sample = torch.zeros(size, *sizes[1:], dtype=torch_dtype or next(dtypes, torch.float32))
     batch = torch.export.Dim("batch", min=1)
     try:
+        with torch.no_grad():
+            result.model(sample)  # its error is short, that of torch.export is not
+    except Exception as error:
+        raise ShoalError(
+            f"{result.name!r} with an input of shape {list(sample.shape)} and dtype {sample.dtype} raised "
+            f"{describe(error)}; set --shape and --dtype to those of its inputs, or write a .pt file"
+        ) from error
+    try:
         program = torch.export.export(result.model, (sample,), dynamic_shapes=({0: batch},))
     except Exception as error:
         raise ShoalError(
             f"torch.export of {result.name!r} with an input of shape {list(sample.shape)} and dtype {sample.dtype} "
-            f"raised {describe(error)}; set --shape and --dtype to those of its inputs, or write a .pt file"
+            f"raised {describe(error)}; write a .pt file"
         ) from error
     torch.export.save(program, file)

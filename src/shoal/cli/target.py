@@ -58,8 +58,8 @@ def call_target(target: str) -> Any:
         raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
     if not colon or not where or not name:
         raise ValueError(_no_function(target))
-    from shoal.errors import ShoalError, describe
-    from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code, place_of
+    from shoal.errors import ShoalError, describe_with_place
+    from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
 
     try:
         value = get_attribute(import_code(where, Path.cwd()), name, where)
@@ -68,7 +68,7 @@ def call_target(target: str) -> Any:
     except (NoSuchCode, ShoalError):
         raise
     except Exception as error:
-        raise ValueError(f"{target} raised {describe(error)}{place_of(error)}") from error
+        raise ValueError(f"{target} raised {describe_with_place(error)}") from error
 
 
 def _no_function(target: str) -> str:
@@ -85,6 +85,8 @@ def check_jobs(made: object, target: str) -> "list[Job]":
     """Return the jobs as a list, or raise an error that says what came instead."""
     from shoal import Job
 
+    if not isinstance(made, (Job, Iterable)):
+        raise ValueError(f"{target} gave {type(made).__name__}; it must be a function that returns a list of shoal.Job")
     jobs: list[Job] = []
     for i, job in enumerate(made if isinstance(made, Iterable) else [made]):
         if not isinstance(job, Job):

@@ -82,15 +82,15 @@ def load_search(file: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return a file's make_job, space and settings, or raise a ValueError if it is not a search."""
     if not file.endswith(".py"):
         raise ValueError(f"{file!r} is not a Python file; name one with make_job and space: search.py")
-    from shoal.errors import describe
-    from shoal.jobfile.importing import NoSuchCode, import_code, place_of
+    from shoal.errors import describe_with_place
+    from shoal.jobfile.importing import NoSuchCode, import_code
 
     try:
         module = import_code(file, Path.cwd())
     except NoSuchCode:
         raise
     except Exception as error:
-        raise ValueError(f"{file!r} raised {describe(error)}{place_of(error)}") from error
+        raise ValueError(f"{file!r} raised {describe_with_place(error)}") from error
     make_job, settings = getattr(module, "make_job", MISSING), getattr(module, "settings", {})
     if make_job is MISSING:
         raise ValueError(f"{file!r} has no make_job; define make_job(params), which returns a shoal.Job")

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from shoal.errors import describe
+from shoal.errors import describe_with_place
 from shoal.jobfile._tree import KINDS, Mistake, Node, did_you_mean
-from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code, place_of
+from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
 
 SIMPLE = {kind: name for kind, name in KINDS if kind in (bool, int, float, str)}
 """Types of arguments whose values a file can contain, with their names in errors."""
@@ -84,7 +84,7 @@ def guarded(line: int | Node, what: str, call: Callable[[], Any], *, ours: bool 
     except BaseException as error:
         if ours and isinstance(error, (ValueError, OSError)):
             raise Mistake(line, f"{what}: {getattr(error, 'strerror', None) or error}") from None
-        raise Mistake(line, f"{what} raised {describe(error)}{place_of(error)}") from error
+        raise Mistake(line, f"{what} raised {describe_with_place(error)}") from error
 
 
 def check_file(what: str, use: Node, path: Path) -> None:

@@ -40,20 +40,6 @@ def get_attribute(value: object, name: str, where: str) -> object:
     return getattr(value, name)
 
 
-def place_of(error: BaseException) -> str:
-    """Return the last location in the user's own code that raised the error, in parentheses."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({Path(error.filename).name}:{error.lineno})"
-    trace, last = error.__traceback__, ""
-    package = Path(__file__).parents[1]
-    while trace is not None:
-        file = Path(trace.tb_frame.f_code.co_filename)
-        if package not in file.parents and "importlib" not in str(file) and "site-packages" not in file.parts:
-            last = f" ({file.name}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return last
-
-
 def _add_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # as Python does for a script

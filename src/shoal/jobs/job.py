@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from shoal.errors import JobError
 from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.loaders import DefaultInt, batch_size_of, gives_batches, loader_problems
+from shoal.jobs.loop_variables import remember
 from shoal.jobs.metric_direction import direction
 from shoal.utils.numpy_values import plain_int, plain_number, plain_numbers
 
@@ -178,10 +179,17 @@ class Job:
         if lines:
             label = f"job {self.name!r}" if self.name else "job"
             raise JobError(*(f"{label}: {line}" for line in lines))
+        remember(self.functions().values())
 
     def problems(self) -> list[str]:
         """Return one line for each invalid field, with the value, the rule and the fix."""
         return [*_shape_problems(self), *loader_problems(self), *_length_problems(self), *_training_problems(self)]
+
+    def functions(self) -> dict[str, Any]:
+        """Return the job's own code by what it is for."""
+        names = ("model", "loss", "step", "collate", "params", "schedule")
+        metrics = {f"metric {name!r}": metric for name, metric in self.metrics.items()}
+        return {name: getattr(self, name) for name in names} | metrics
 
     @property
     def order_seed(self) -> int:
@@ -203,6 +211,15 @@ _INT_FIELDS = (
     "priority",
 )
 """Fields that are whole numbers, as Python's int or another library's type."""
+
+
+_EXPECTED = {
+    "optimizer": "a torch.optim class such as torch.optim.AdamW",
+    "loss": "a function (outputs, targets) -> loss, such as F.cross_entropy",
+    "step": "a function (model, batch) -> loss",
+    "schedule": "a function: step -> factor, or optimizer -> lr_scheduler, such as lambda opt: StepLR(opt, 10)",
+}
+"""What a field takes that is no function."""
 
 
 def _is_int(value: object) -> bool:
@@ -228,8 +245,7 @@ def _shape_problems(job: Job) -> list[str]:
             kind = type(value).__name__
             lines.append(f"{name} is an instance of {kind}; pass the class {kind}, and its settings as hparams={{...}}")
         elif not callable(value) and (value is not None or name == "optimizer"):
-            expected = "a torch.optim class such as torch.optim.AdamW" if name == "optimizer" else "a function"
-            lines.append(f"{name} is {_short(value)}; pass {expected}")
+            lines.append(f"{name} is {_short(value)}; pass {_EXPECTED.get(name, 'a function')}")
     if isinstance(job.loss, type) and issubclass(job.loss, nn.Module):
         kind = job.loss.__name__
         lines.append(f"loss is the class {kind}; pass an instance, {kind}()")

@@ -108,12 +108,15 @@ class LayerGraph:
         return tuple(self._cut(index) for index in range(1, len(self.layers)))
 
     def cut_named(self, name: str) -> Cut:
-        """Return the cut after a layer."""
+        """Return the cut after a layer, or after the last layer of a module, such as a block."""
         for cut in self.cuts:
             if cut.name == name:
                 return cut
-        names = ", ".join(cut.name for cut in self.cuts[:8])
-        raise PlaceError(f"cut {name!r}: there is no such layer to cut after; there are {names}, ...")
+        inside = [index for index, layer in enumerate(self.layers) if layer.name.startswith(f"{name}.")]
+        if inside and inside[-1] < len(self.cuts):
+            return self.cuts[inside[-1]]
+        names = ", ".join(cut.name for cut in self.cuts[:8]) + (", ..." if len(self.cuts) > 8 else "")
+        raise PlaceError(f"cut {name!r}: there is no such layer to cut after; there are {names}")
 
     def tensors_of(self, sample: Any) -> tuple[Tensor, ...]:
         """Return a sample's tensors in the order in which the front takes them."""

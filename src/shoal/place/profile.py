@@ -26,9 +26,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from shoal.engine.runtime.processes import Child
+from shoal.engine.tiers.threads import threads_to_time
 from shoal.errors import PlaceError, describe
 from shoal.graphs.calls import as_arguments
 from shoal.place.graph import Layer, LayerGraph, leaves
+from shoal.utils.torch_flags import torch_flags
 
 FORMAT = 1
 REPEATS = 5
@@ -165,7 +167,10 @@ def measure_profile(
     model = copy.deepcopy(graph.model).to(target_device).train()
     sizes = tuple(sorted(set(rows)))
     times: list[tuple[list[float], list[float]]] = []
-    with torch.random.fork_rng(devices=[target_device] if target_device.type == "cuda" else []), torch.enable_grad():
+    threads = threads_to_time(target_device)
+    flags = torch_flags(target_device, threads)
+    fork_rng = torch.random.fork_rng(devices=[target_device] if target_device.type == "cuda" else [])
+    with flags, fork_rng, torch.enable_grad():
         try:
             for count in sizes:
                 batch = pytree.tree_map_only(Tensor, partial(_repeated, count, target_device), as_arguments(sample))
@@ -174,6 +179,7 @@ def measure_profile(
                     times.append(timing.run(batch, budget / len(sizes)))
         except Exception as error:
             raise PlaceError(f"the network does not run on {target_device} ({describe(error)})") from error
+        update_seconds = _time_update(target_device)
     layers = tuple(
         LayerTimes(layer.name, tuple(t[0][i] for t in times), tuple(t[1][i] for t in times))
         for i, layer in enumerate(graph.layers)
@@ -183,8 +189,8 @@ def measure_profile(
         measured=True,
         rows=sizes,
         layers=layers,
-        update_seconds=_time_update(target_device),
-        threads=torch.get_num_threads() if target_device.type == "cpu" else None,
+        update_seconds=update_seconds,
+        threads=threads,
     )
 
 

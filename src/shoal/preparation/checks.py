@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -24,6 +25,7 @@ from shoal.errors import JobError, ShoalWarning, describe
 from shoal.jobs.averaging import counts_epochs, first_update
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
+from shoal.jobs.loop_variables import lost_values
 from shoal.preparation.dry_run import dry_run, likeness, stop_problems
 from shoal.utils.caches import import_tracer
 from shoal.utils.random_state import restored
@@ -43,6 +45,7 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
     import_tracer()
     pool = pool or Pool(device)
     job_names = names(jobs)
+    warn_of_loop_variables(jobs, job_names)
     members: list[Member] = []
     with restored():
         for index, job in enumerate(jobs):
@@ -186,7 +189,7 @@ def optimizer_problems(member: Member) -> list[str]:
             optimizer = make_optimizer(job, member.model)
         except Exception as error:
             what = describe(error) if not isinstance(error, JobError) else error.lines[0]
-            return [f"building the optimizer with {_settings(job)} raised {what}; change hparams or params"]
+            return [f"building the optimizer with {_settings(job)} raised {what}; {_optimizer_fix(job)}"]
         lines = [
             f"parameter group {i} has lr {group['lr']!r}; a learning rate must be 0 or more and finite: change params"
             for i, group in enumerate(optimizer.param_groups)
@@ -217,6 +220,18 @@ def _settings(job: Job) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in job.hparams.items()) or "its defaults"
 
 
+def _optimizer_fix(job: Job) -> str:
+    """Return what to change if the optimizer cannot be built: the names that it takes if hparams has another one."""
+    try:
+        parameters = list(inspect.signature(job.optimizer).parameters.values())[1:]
+    except (TypeError, ValueError):  # no signature is known
+        return "change hparams or params"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or all(name in names for name in job.hparams):
+        return "change hparams or params"
+    return f"change hparams, which takes {', '.join(names)}"
+
+
 def average_problems(member: Member) -> list[str]:
     """Return a line if an average counts epochs whose length is unknown."""
     average = member.job.average
@@ -226,6 +241,12 @@ def average_problems(member: Member) -> list[str]:
         f"average is {average}, which counts epochs, and the loader does not say how many batches an epoch has; "
         "count optimizer steps: SWA(every=100) or EMA(every=1)"
     ]
+
+
+def warn_of_loop_variables(jobs: Sequence[Job], job_names: Sequence[str]) -> None:
+    """Warn of functions that read a variable of the loop that made the jobs, and so would all see its last value."""
+    for line in lost_values((name, job.functions()) for name, job in zip(job_names, jobs, strict=True)):
+        warnings.warn(line, ShoalWarning, stacklevel=4)
 
 
 def warn_of_averages(members: list[Member]) -> None:

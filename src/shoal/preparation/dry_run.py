@@ -19,7 +19,7 @@ from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet, join_batches, measure, metric_columns
 from shoal.engine.tracing.fingerprint import fingerprint
-from shoal.errors import JobError, ReadError, describe
+from shoal.errors import JobError, ReadError, describe, describe_with_place
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
 from shoal.utils.random_state import Snapshot
@@ -213,6 +213,10 @@ def _loss_raised(outputs: Any, targets: Any, error: Exception) -> str:
         return f"{line}; the model returns a {type(outputs).__name__}: pass a loss(outputs, targets) that takes {part}"
     if "Long" in str(error) and isinstance(targets, Tensor) and targets.dtype != torch.int64:
         return f"{line}; targets are {str(targets.dtype).removeprefix('torch.')}: convert class numbers with y.long()"
+    if "Long" in str(error) and isinstance(targets, Tensor) and targets.dtype == torch.int64:
+        return f"{line}; targets are int64: convert them with y.float()"
+    if "multi-target" in str(error) and isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == 1:
+        return f"{line}; pass class numbers without the second dimension: y[:, 0]"
     return f"{line}; check that they fit each other"
 
 
@@ -237,7 +241,7 @@ def _raised(member: Member, where: str, error: Exception, size: int, short: bool
         )
     what = f"a batch of {size} rows" if not short else f"the short last batch of {size} row"
     what = "the first batch of its DataLoader" if member.batched else what
-    return f"{where} raised {describe(error)} on {what}; run it on one batch by itself to see where"
+    return f"{where} raised {describe_with_place(error)} on {what}; run it on one batch by itself to see where"
 
 
 def loss_problems(job: Job, loss: Any, logs: dict[str, Any]) -> list[str]:
@@ -342,7 +346,7 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
             sheet.add(model, batch)
     except Exception as error:
         rows = f"the first {size} rows" if not member.val.source.batched else "the first batch"
-        return [f"validating on {rows} of val raised {describe(error)}; check val against data"]
+        return [f"validating on {rows} of val raised {describe_with_place(error)}; check val against data"]
     if columns:
         columns |= {*sheet.sums, *metric_columns(job)}
     lines = []
@@ -354,7 +358,7 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
                     what = f"a tensor of shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)[:60]
                     lines.append(f"metric {name!r} gave {what}; it must be one number")
         except (TypeError, AttributeError, NameError) as error:
-            lines.append(f"metric {name!r} raised {describe(error)}; it is called as (outputs, targets)")
+            lines.append(f"metric {name!r} raised {describe_with_place(error)}; it is called as (outputs, targets)")
         except Exception:
             continue
     return lines

@@ -16,7 +16,7 @@ from shoal.engine.members.evaluation_weights import with_evaluation_weights
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.python_state.module_modes import in_eval_mode
-from shoal.errors import ShoalError, ShoalWarning, describe
+from shoal.errors import ShoalError, ShoalWarning, describe_with_place
 from shoal.reporting.events import Event, Listener, title
 
 WriteBack = Callable[[], None]
@@ -234,7 +234,7 @@ def _call(callback: Callback, view: MemberView) -> Ending | None:
     try:
         callback(view)
     except Exception as error:
-        return Ending("failed", f"the callback {title(callback)} raised {describe(error)}")
+        return Ending("failed", f"the callback {title(callback)} raised {describe_with_place(error)}")
     finally:
         view._close()
     return None if view._reason is None else Ending("stopped", view._reason or None)

@@ -20,6 +20,7 @@ from shoal.engine.members.member import open_data
 from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.planning.memory import free_bytes
 from shoal.engine.python_state.module_modes import in_eval_mode
+from shoal.engine.runtime.sharing import threads_of_step
 from shoal.environment import environment
 from shoal.errors import SplitError
 from shoal.jobs.early_stopping import Monitor
@@ -37,6 +38,7 @@ from shoal.split.core.report import Forecast, SplitReport, tensor_bytes
 from shoal.split.core.state import State, tensors_of
 from shoal.split.executors.local import diverged
 from shoal.storage.run_folder import RunFolder
+from shoal.utils.torch_flags import torch_flags
 
 Tell = Callable[[str], None]
 
@@ -100,7 +102,7 @@ class _Run:
         if job.val is not None and device.type != "cpu":
             self.val = open_data(Pool(device), job, "val")
         self.monitor = Monitor.of(job)
-        self.round = self.step = 0
+        self.round = self.step = self.threads = 0
         self.status, self.error = "running", ""
         self.history: list[dict[str, float]] = []
         self.losses: list[float] = []
@@ -127,11 +129,12 @@ class _Run:
             self.follower = Follower(self.job, copy.deepcopy(self.method.model), self.tensors)
         saved = time.monotonic()
         try:
-            while self.status == "running" and self.round < self.method.rounds:
-                self._round()
-                if folder is not None and time.monotonic() - saved >= self.save_every:
-                    folder.save_many([self])
-                    saved = time.monotonic()
+            with torch_flags(self.device, self._choose_threads()):
+                while self.status == "running" and self.round < self.method.rounds:
+                    self._round()
+                    if folder is not None and time.monotonic() - saved >= self.save_every:
+                        folder.save_many([self])
+                        saved = time.monotonic()
             if self.status == "running":
                 self.status = "done"
         except KeyboardInterrupt:
@@ -141,6 +144,22 @@ class _Run:
             raise
         if folder is not None:
             folder.save(self)
+
+    def _choose_threads(self) -> int | None:
+        """Return how many of torch's threads to use, or None for torch's own number.
+
+        It is decided once, so that a resumed run has the same bits.
+        """
+        most = torch.get_num_threads()
+        if self.device.type != "cpu" or self.report.tier != "serial" or most == 1 or self.status != "running":
+            return None
+        if not self.threads:
+            try:
+                with torch_flags(self.device, 1):
+                    self.threads = threads_of_step(self.member, self.method.rounds * self.method.local_steps, most)
+            except Exception:  # the first round shows what it is
+                self.threads = most
+        return self.threads
 
     def _round(self) -> None:
         """Train one round: distribute the parts, merge their outcomes, and add a row to the history if it is due."""
@@ -299,7 +318,7 @@ class _Run:
         """Restore what `state()` returned."""
         self.tensors.load_state(state)
         for name in _PLAIN:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # earlier versions did not store threads
         self.history, self.logs, self.best = state["history"], state["logs"], state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]
         self.report = SplitReport(**state["report"])
@@ -308,7 +327,7 @@ class _Run:
             self.tell(f"round {self.round} of {self.method.rounds}: resumed")
 
 
-_PLAIN = ("round", "step", "status", "error", "losses")
+_PLAIN = ("round", "step", "status", "error", "losses", "threads")
 
 
 def _initial_moments(job: Job) -> dict[str, float]:

@@ -83,7 +83,7 @@ class OptunaStorage:
         if space is not None:
             space.check_storable()
         self.space, self.every, self.run = space, every, run if run is not None else uuid.uuid4().hex[:12]
-        self._marks = {} if run is not None else {PROCESS: f"{os.getpid()} {socket.gethostname()}"}
+        self._marks = {} if run is not None else {PROCESS: this_process()}
         self.study = _open(storage, study, mode, metric)
         _check_compatible(self.study, space)
         self._storage, self._id = self.study._storage, self.study._study_id
@@ -96,9 +96,7 @@ class OptunaStorage:
         self._wake, self._closed, self._failed = threading.Event(), False, False
         self._unsure = False  # whether a write was interrupted, so that the storage has to be read again
         self._thread: threading.Thread | None = None
-        for each in self.study.get_trials(deepcopy=False):
-            if not each.state.is_finished() and _is_orphaned(each.user_attrs.get(PROCESS)):
-                self._abandon(each._trial_id)
+        fail_orphans(self.study)
 
     def previous(self) -> list[Trial]:
         """Return ended trials of the study that are not this run's, for a sampler to learn from.
@@ -120,7 +118,7 @@ class OptunaStorage:
         for number, each in unknown.items():
             del self._stored[number]  # a trial of this number would be another one
             if not each.state.is_finished():
-                self._abandon(each._trial_id)
+                _abandon(self._storage, each._trial_id)
         with self._lock:
             self._trials |= {n: t for n, t in by_number.items() if not (n in self._stored and self._stored[n].finished)}
         self.flush()
@@ -242,12 +240,6 @@ class OptunaStorage:
         id = self._storage.create_new_trial(self._id, template_trial=template)
         self._stored[trial.number] = _Stored(id, set(trial.values), state_of(trial).is_finished())
 
-    def _abandon(self, id: int) -> None:
-        from optuna.trial import TrialState
-
-        self._storage.set_trial_user_attr(id, "error", "the run that trained it ended")
-        self._storage.set_trial_state_values(id, TrialState.FAIL)
-
     def _number(self, stored: Any) -> int | None:
         """Return the trial's number in this run; None if it belongs to another run."""
         run, _, number = str(stored.user_attrs.get(KEY, "")).rpartition("/")
@@ -318,6 +310,25 @@ def _notes(trial: Trial) -> dict[str, Any]:
     error = trial.error or (f"its value is {value}" if trial.state == "complete" and math.isnan(value) else None)
     more = {name: value for name, value in trial.attrs.items() if name not in HIDDEN}
     return {"rung": trial.rung, **more} | ({"error": error} if error else {})
+
+
+def this_process() -> str:
+    """Return the value of the user attribute PROCESS for trials of this process."""
+    return f"{os.getpid()} {socket.gethostname()}"
+
+
+def fail_orphans(study: Any) -> None:
+    """Mark trials that a killed process on this machine has left running as failed."""
+    for each in study.get_trials(deepcopy=False):
+        if not each.state.is_finished() and _is_orphaned(each.user_attrs.get(PROCESS)):
+            _abandon(study._storage, each._trial_id)
+
+
+def _abandon(storage: Any, id: int) -> None:
+    from optuna.trial import TrialState
+
+    storage.set_trial_user_attr(id, "error", "the run that trained it ended")
+    storage.set_trial_state_values(id, TrialState.FAIL)
 
 
 def _is_orphaned(process: Any) -> bool:

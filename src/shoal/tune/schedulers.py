@@ -258,4 +258,4 @@ def _check_rungs(max_epochs: int, eta: int, min_epochs: int) -> None:
 
 def _need_trials(goal: Goal, name: str) -> None:
     if goal.num_trials is None:
-        raise TuneError(f"scheduler {name!r} does not say how many trials there are; set num_trials")
+        raise TuneError(f"scheduler {name!r} does not say how many trials there are; set num_trials (--trials)")

@@ -24,7 +24,7 @@ from shoal.engine.tiers.stacked.forward import joined
 from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 from shoal.engine.tiers.unit import Unlike
 from shoal.engine.tracing.patches import Untraceable
-from shoal.errors import JobError, ShoalWarning, describe
+from shoal.errors import JobError, ShoalWarning, describe, describe_with_place
 from shoal.user_loop import _batches
 from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, check_ids, in_order, step_alone
 from shoal.user_loop._changes import LoopChanges
@@ -269,8 +269,7 @@ class Pack:
         waiting = list(self._units)
         while waiting:
             unit = waiting.pop(0)
-            slots = [slot for slot, member in enumerate(unit.members) if member.index in batches.places]
-            if not slots:
+            if not (slots := [slot for slot, member in enumerate(unit.members) if member.index in batches.places]):
                 continue
             if isinstance(unit, SerialUnit):
                 unit_losses, errors = step_alone(unit, batches)
@@ -366,14 +365,15 @@ class Pack:
                 continue
             member.status = "failed" if id in failed else "diverged"
             member.step -= id not in failed
-            member.error = describe(failed[id]) if id in failed else f"the loss became {loss} after step {member.step}"
+            diverged = f"the loss became {loss} after step {member.step}"
+            member.error = describe_with_place(failed[id]) if id in failed else diverged
             self._tiers[id] = (self._tiers[id][0], f"it stopped: {member.error}")
         for unit in list(self._units):
-            ended = [slot for slot, member in enumerate(unit.members) if member.status != "running"]
-            if ended:
+            if ended := [slot for slot, member in enumerate(unit.members) if member.status != "running"]:
                 self._drop(unit, ended)
         for id, error in failed.items():
-            warnings.warn(f"member {id} has stopped: its step raised {describe(error)}", ShoalWarning, stacklevel=3)
+            text = f"member {id} has stopped: its step raised {describe_with_place(error)}"
+            warnings.warn(text, ShoalWarning, stacklevel=3)
 
     # --- looking --------------------------------------------------------------------------------------------------
 

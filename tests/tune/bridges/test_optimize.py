@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -206,3 +210,51 @@ def test_mistakes_in_the_call() -> None:
 
     with pytest.raises(ValueError, match="device would apply to one trial of a pack; pass device to optimize"):
         optimize(make_study(), own_settings, 1)
+
+
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_the_step_of_the_first_epoch(first_step: int) -> None:
+    """A study whose loop counted epochs from 0 continues with the same steps."""
+    study = make_study()
+
+    def folds(trial: Any) -> float | None:
+        for lr in (0.1, 0.01):
+            result = train_trial(trial, job(lr, epochs=2), "val_loss", first_step=first_step)
+        return result.value("val_loss")
+
+    optimize(study, folds, n_trials=2, device="cpu")
+    assert all(sorted(t.intermediate_values) == [n + first_step for n in range(4)] for t in study.trials)
+    with pytest.raises(ValueError, match="first_step is -1"):
+        train_trial(study.ask(), job(0.1), "val_loss", first_step=-1)
+
+
+KILLED = """
+import os, signal, sys
+import optuna, torch.nn.functional as F
+from torch import nn, zeros
+import shoal
+from shoal.tune.bridges.optimize import optimize, train_trial
+
+def objective(trial):
+    trial.suggest_float("lr", 1e-3, 0.3, log=True)
+    if trial.number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    job = shoal.Job(model=nn.Linear(3, 1), data=(zeros(8, 3), zeros(8, 1)), loss=F.mse_loss, epochs=1)
+    return train_trial(trial, job, "loss").value("loss")
+
+optimize(optuna.load_study(study_name="s", storage=sys.argv[1]), objective, n_trials=4)
+"""
+
+
+def test_trials_that_a_killed_process_left_running_are_marked_as_failed(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    study = make_study(storage=storage, study_name="s")
+    other = study.ask()  # another process may train it
+    killed = subprocess.run([sys.executable, "-c", KILLED, storage], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [t.state for t in study.trials] == [State.RUNNING] * 5
+    optimize(study, objective, n_trials=2, device="cpu")
+    states = [t.state for t in study.trials]
+    assert states == [State.RUNNING, *[State.FAIL] * 4, *[State.COMPLETE] * 2]
+    assert study.trials[1].user_attrs["error"] == "the run that trained it ended"
+    assert study.trials[other.number].user_attrs == {}

@@ -12,7 +12,7 @@ from shoal.data import Pool
 from shoal.engine.members.member import Member, open_data, seeded
 from shoal.engine.members.optimizers import note_lazy_groups
 from shoal.engine.members.ownership import call_factory, copied, gives_out_shared, overlapping, spans
-from shoal.errors import JobError, describe
+from shoal.errors import JobError, describe, describe_with_place
 from shoal.jobs.job import Job
 
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
@@ -45,7 +45,7 @@ def build_network(job: Job, device: torch.device, private: bool = False) -> tupl
             raise
         except Exception as error:
             raise JobError(
-                f"building the model raised {describe(error)}; call job.model() by itself to see where"
+                f"building the model raised {describe_with_place(error)}; call job.model() by itself to see where"
             ) from error
         rng.set_state(torch.get_rng_state())
     empty = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)

@@ -110,6 +110,12 @@ def make_schedule(job: Job, optimizer: Optimizer) -> LRScheduler | None:
     except JobError:
         raise
     except Exception as error:
+        if isinstance(job.schedule, type) and issubclass(job.schedule, LRScheduler):
+            name = job.schedule.__name__
+            raise JobError(
+                f"schedule is the class {name}, and building it with the optimizer alone raised {describe(error)}; "
+                f"pass its other arguments too: lambda optimizer: {name}(optimizer, ...)"
+            ) from error
         first = f"; schedule(0) raised {describe(error.__cause__)}" if error.__cause__ is not None else ""
         raise JobError(
             f"schedule raised {describe(error)}{first}; pass step -> factor or optimizer -> lr_scheduler"

@@ -88,16 +88,26 @@ def threads_for(members: Sequence[Member], planning: PlanningContext, most: int)
         return 1 if _stays_busy(most) else most  # reading data for a trial could change what training reads
     largest = max(members, key=lambda m: (planning.request(m).alone or 0.0, _least_seconds(m)))
     try:
-        seconds = planning.request(largest).alone or lone_seconds(largest, rounds=1)
-        if seconds < HEAVY_SECONDS or _stays_busy(most):
-            return 1
-        if sum(member.batches_to_stop for member in members) < MANY_STEPS:
-            return most
-        one = lone_seconds(largest)
-        with torch_flags(planning.device, most):
-            return most if lone_seconds(largest) < one else 1
+        steps = sum(member.batches_to_stop for member in members)
+        return threads_of_step(largest, steps, most, planning.request(largest).alone)
     except Exception:  # the same error will end its own member in training
         return 1
+
+
+def threads_of_step(member: Member, steps: int, most: int, seconds: float | None = None) -> int:
+    """Return how many of torch's threads so many steps like this member's should use; one is in use now.
+
+    Args:
+        seconds: The time of a step with one thread, if it is known.
+    """
+    seconds = seconds or lone_seconds(member, rounds=1)
+    if seconds < HEAVY_SECONDS or _stays_busy(most):
+        return 1
+    if steps < MANY_STEPS:
+        return most
+    one = lone_seconds(member)
+    with torch_flags(torch.device("cpu"), most):
+        return most if lone_seconds(member) < one else 1
 
 
 def _stays_busy(threads: int) -> bool:

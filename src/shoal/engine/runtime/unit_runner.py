@@ -14,7 +14,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import closes_early
 from shoal.engine.tiers.evaluate import evaluate
 from shoal.engine.tiers.unit import Executor, Outcome, Unit, context_lost
-from shoal.errors import MemberError, describe
+from shoal.errors import MemberError, describe_with_place
 from shoal.jobs.early_stopping import validates
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class UnitRunner:
         """Note the error of a member, and return its status."""
         if context_lost(error.cause):
             raise error.cause from error
-        self.members[error.slot].error = describe(error.cause)
+        self.members[error.slot].error = describe_with_place(error.cause)
         return "failed"
 
     def _failures(self) -> dict[int, str]:

@@ -46,6 +46,18 @@ def busy(threads: int) -> bool:
     return sum(several) > WAITING * one * len(several)
 
 
+def threads_to_time(device: torch.device) -> int | None:
+    """Return the number of torch's threads with which to time steps on a CPU; None on a GPU.
+
+    It is one if the cores are busy: several threads would wait for each other, and a small operator could take a
+    thousand times as long.
+    """
+    if device.type != "cpu":
+        return None
+    threads = torch.get_num_threads()
+    return 1 if threads > 1 and busy(threads) else threads
+
+
 def _operator_seconds(numbers: torch.Tensor, threads: int, calls: int = 1, seconds: float = 0.0) -> list[float]:
     """Time calls of a small operator: at least so many, and until so many seconds have passed."""
     before, times = torch.get_num_threads(), list[float]()

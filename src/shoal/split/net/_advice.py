@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shoal.engine.tiers.threads import threads_to_time
 from shoal.errors import ShoalError
 from shoal.jobs.job import Job
 from shoal.split.core.method import Method, Worker
@@ -26,6 +27,7 @@ from shoal.split.net._wire import message_bytes
 from shoal.split.net.links import LinkSpeed
 from shoal.split.sil import costs
 from shoal.utils.tables import duration, render, size
+from shoal.utils.torch_flags import torch_flags
 
 TIMED_STEPS = 5
 TRIPS = 1
@@ -95,10 +97,11 @@ def advise(
     """
     all_workers, device = [Worker(number) for number in range(workers)], torch.device(device)
     alone = LocalSGD(chosen.member, 1, local_steps=TIMED_STEPS)
-    step_seconds = _time_step(alone, alone.parts(0, [Worker(0)])[0], device)
-    advice = Advice(workers=workers, link=str(link), alone_step_seconds=step_seconds)
-    for method in _compared(chosen, all_workers):
-        advice.forecasts.append(_forecast(method, all_workers, link, codec, device, step_seconds))
+    with torch_flags(device, threads_to_time(device)):
+        step_seconds = _time_step(alone, alone.parts(0, [Worker(0)])[0], device)
+        advice = Advice(workers=workers, link=str(link), alone_step_seconds=step_seconds)
+        for method in _compared(chosen, all_workers):
+            advice.forecasts.append(_forecast(method, all_workers, link, codec, device, step_seconds))
     advice.sentence = _sentence(advice)
     return advice
 

@@ -27,6 +27,7 @@ from shoal.jobs.job import Job
 from shoal.reporting.callbacks import MemberView
 from shoal.results import Result, Results
 from shoal.training import train
+from shoal.tune.optuna_storage import PROCESS, fail_orphans, this_process
 
 AT_ONCE = 32
 """The default number of trials that train together."""
@@ -53,12 +54,20 @@ class _Interrupted(BaseException):
     """Ends an objective whose study is interrupted."""
 
 
-def train_trial(trial: Any, job: Job, metric: str, **settings: Any) -> Result:
+def train_trial(trial: Any, job: Job, metric: str, *, first_step: int = 1, **settings: Any) -> Result:
     """Train a job for an Optuna trial, report `metric` after each epoch that has it, and stop if the pruner says so.
 
     An objective may train several jobs one after another; their epochs are reported as one sequence. Under `optimize`,
     the jobs of many trials are trained together, with the settings given there. Elsewhere, as under `study.optimize`,
     the job is trained alone with `settings`, those of `shoal.train`.
+
+    Args:
+        trial: The Optuna trial.
+        job: What it trains.
+        metric: The value to report: "loss", "val_loss", or one of the job's metrics.
+        first_step: The step that the first epoch is reported as. Pruners compare values of the same step: use 0 to
+            continue a study whose own loop reported its first epoch as step 0.
+        settings: Settings of `shoal.train`, if the trial is trained alone.
 
     Raises:
         optuna.TrialPruned: If the study's pruner ended the training.
@@ -66,15 +75,17 @@ def train_trial(trial: Any, job: Job, metric: str, **settings: Any) -> Result:
     """
     if not isinstance(job, Job):
         raise JobError(f"train_trial: {type(job).__name__} is not a job; pass a shoal.Job")
+    if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
+        raise ValueError(f"train_trial: first_step is {first_step!r}; use a whole number, 0 or more")
     objective = _current.objective
     if objective is None:
-        request = _Request(trial, replace(job, name=f"trial {trial.number}"), metric)
+        request = _Request(trial, replace(job, name=f"trial {trial.number}"), metric, first_step)
         _train([request], settings)
     else:
         if settings:
             names = ", ".join(settings)
             raise ValueError(f"train_trial: {names} would apply to one trial of a pack; pass {names} to optimize")
-        request = objective.wait(_Request(trial, replace(job, name=f"trial {trial.number}"), metric))
+        request = objective.wait(_Request(trial, replace(job, name=f"trial {trial.number}"), metric, first_step))
     return request.outcome()
 
 
@@ -111,9 +122,10 @@ def optimize(
             f"out is one folder for one group of trials, and there are {-(-n_trials // at_once)} groups; leave it out "
             "(an Optuna storage has the values), or set at_once=n_trials"
         )
+    fail_orphans(study)
     caught = (catch,) if isinstance(catch, type) else tuple(catch)
     for first in range(0, n_trials, at_once):
-        group = [_Objective(study.ask(), objective) for _ in range(min(at_once, n_trials - first))]
+        group = [_Objective(_ask(study), objective) for _ in range(min(at_once, n_trials - first))]
         try:
             _advance_all(group, settings)
         except BaseException:
@@ -125,6 +137,13 @@ def optimize(
         for error in errors:
             if error is not None and not isinstance(error, caught):
                 raise error
+
+
+def _ask(study: Any) -> Any:
+    """Ask for a trial, and note the process that trains it, so that a later one knows if it was killed."""
+    trial = study.ask()
+    trial.set_user_attr(PROCESS, this_process())
+    return trial
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
@@ -175,6 +194,7 @@ class _Request:
     trial: Any
     job: Job
     metric: str
+    first_step: int = 1
     result: Result | None = None
     error: Exception | None = None
     pruned_at: int | None = None
@@ -195,7 +215,7 @@ class _Request:
         if len(getattr(getattr(self.trial, "study", None), "directions", ())) > 1:
             return  # with several objectives Optuna accepts no reports and does not prune
         _steps[self.trial] = self.before + epoch
-        self.trial.report(row[self.metric], self.before + epoch)
+        self.trial.report(row[self.metric], self.before + epoch - 1 + self.first_step)
         if view.status == "running" and self.trial.should_prune():
             self.pruned_at = epoch
             view.stop("pruned")
