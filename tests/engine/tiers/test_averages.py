@@ -19,7 +19,7 @@ import shoal
 from shoal.engine.planning.liveness import average_bytes, stacked_step
 from shoal.engine.planning.memory import step_bytes
 from shoal.engine.recipes.recipe import TraceCache
-from shoal.engine.units._choose_form import why_not
+from shoal.engine.units.arrange import why_not
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
 

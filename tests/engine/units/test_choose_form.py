@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def test_what_another_process_compiled_is_used_by_the_next_run(
 ) -> None:
     _, unit = chosen_unit(4, 2 * 10**5, "auto")
     assert unit._background is not None
-    unit._background._measured(seconds, 2.0)
+    unit._background._note_times(seconds, 2.0)
     another_process(monkeypatch)
     monkeypatch.setitem(SECONDS, "stacked compiled", seconds)
     form, unit = chosen_unit(4, 2 * 10**5, "auto")
@@ -112,6 +113,51 @@ def test_the_form_of_a_deterministic_run_follows_from_the_job_alone(tried: list[
         asked = _choose_form.choose(made, trace_cache, trace_cache.executables, True)
         assert asked is not None and asked[0].name == "streams compiled"
     assert set(tried) == {"streams", "streams compiled"}
+
+
+def test_full_memory_does_not_change_the_form_of_a_deterministic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(unit: CapturedUnit, form: Form) -> Form:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(_choose_form, "_time_replays", full)
+    made, _ = recipes(4, 10**9)
+    for compile in (True, "auto"):
+        with pytest.raises(torch.OutOfMemoryError):
+            _choose_form.choose(made, TraceCache(deterministic=True), {}, compile)
+
+
+def test_compiling_meanwhile_begins_with_the_fastest_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECONDS, "streams", 4e-5)
+    assert chosen(4, 10**6, False).name == "streams"
+    another_process(monkeypatch)
+    form, unit = chosen_unit(4, 10**6, "auto")
+    assert form.name == "streams" and unit._background is not None
+
+
+def test_a_step_that_another_process_could_not_compile_is_not_tried_again() -> None:
+    _, unit = chosen_unit(4, 2 * 10**5, "auto")
+    assert unit._background is not None
+    unit._background._note_times(None, 0.0)
+    assert chosen_unit(4, 2 * 10**5, "auto")[1]._background is None
+
+
+def test_what_is_no_longer_in_the_cache_is_compiled_meanwhile(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, unit = chosen_unit(4, 2 * 10**5, "auto")
+    assert unit._background is not None
+    unit._background._note_times(5e-5, 2.0)
+    another_process(monkeypatch)
+    before = _choose_form._time_replays
+
+    def compiling(unit: CapturedUnit, form: Form) -> Form:
+        if form.compiled:
+            sys.modules["torch._inductor.compile_fx"].fx_codegen_and_compile()
+        return before(unit, form)
+
+    monkeypatch.setattr(_choose_form, "_time_replays", compiling)
+    form, unit = chosen_unit(4, 2 * 10**5, "auto")
+    assert form.name == "stacked" and unit._background is not None
 
 
 def test_few_steps_take_the_first_form(tried: list[str]) -> None:

@@ -346,7 +346,7 @@ class PlanningContext:
         part = self._parts.get(runner.number)
         if part is not None and seconds > 0:
             part.note(seconds, batches, used)
-        if self.gpu and runner.members and self.forms.get(runner.members[0].index) != runner.unit.form:
+        if self.gpu and any(self.forms.get(member.index) != runner.unit.form for member in runner.members):
             self._note_forms([runner.unit])
         return used
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from shoal.data.source import TensorSource
 from shoal.engine.planning import perf_cache
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.tiers.captured.chunk import Cache
+from shoal.engine.tiers.captured.compiling import no_compiling, not_cached
 from shoal.engine.tiers.captured.graphs import RECORDER, clear, held, trim
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.engine.tiers.unit import context_lost, out_of_memory
@@ -40,7 +41,6 @@ SMALL = 50_000
 streams."""
 FEW_OPERATIONS = 1e10
 """Convolutional networks with up to so many operations in a forward pass are tried as a stack first, too."""
-READ_AS_TRAINING_GOES = "its data is read as training goes"
 FULL_SECONDS = 1e-3
 """If a member's own step takes longer than this, members on streams fill the device, and stacking them is not tried."""
 
@@ -63,25 +63,6 @@ class Form:
     def name(self) -> str:
         """The name under which measurements of this form are stored."""
         return self.tier + perf_cache.COMPILED if self.compiled else self.tier
-
-
-def why_not(recipe: Recipe) -> str:
-    """Return why a member's steps cannot be captured; empty if they can."""
-    member, job = recipe.member, recipe.member.job
-    if not isinstance(member.data.source, TensorSource) and not member.batched:
-        return READ_AS_TRAINING_GOES
-    if job.accumulate > 1:
-        return "it accumulates gradients"
-    if job.average is not None:
-        return "it averages its weights"
-    if recipe.optimizer.flags is None:
-        return f"{recipe.optimizer.kind.__name__} has no rule"
-    runner = recipe.optimizer.runner
-    if job.schedule is not None and job.schedule_every == "step" and (runner is None or not runner.can_table()):
-        return "its schedule cannot be foreseen"
-    if len({tuple(trace.log_names) for trace in recipe.steps.values()}) > 1:
-        return "its batches log different names"
-    return ""
 
 
 def choose(
@@ -107,7 +88,7 @@ def choose(
         if form is None:
             form = _choose(trials, compile, stackable)
             while form is not None and form.compiled and not trials.made_here(form):
-                trials.confirm(form)
+                trials.confirm(form, load_only=_should_load(trials, form, compile))
                 form = _choose(trials, compile, stackable)
     if form is None:
         return None
@@ -129,8 +110,14 @@ def _recorded_form(trials: Trials, name: str, compile: bool | Literal["auto"], s
     previous = _form_named(name, len(trials.recipes), compile, stackable)
     form = None if previous is None else trials.time(previous)
     if form is not None and form.compiled and not trials.made_here(form):
-        form = trials.confirm(form)
+        form = trials.confirm(form, load_only=_should_load(trials, form, compile))
     return form
+
+
+def _should_load(trials: Trials, form: Form, compile: bool | Literal["auto"]) -> bool:
+    """Return whether a form that an earlier run compiled is used only if it need not be compiled again."""
+    graph = next(iter(trials.recipes[0].steps.values()))
+    return compile == "auto" and _steps_left(trials) * form.seconds < ALL_FORMS * _compile_estimate(graph)
 
 
 def _form_named(name: str, count: int, compile: bool | Literal["auto"], stackable: bool) -> Form | None:
@@ -183,6 +170,11 @@ class Trials:
         trial = _trials.get(self._trial_key(form))
         return form.name in self._failed or (trial is not None and trial.here)
 
+    def cannot_be_made(self, form: Form) -> bool:
+        """Return whether a form failed in this process for a reason other than memory or Inductor's cache."""
+        trial = _trials.get(self._trial_key(form))
+        return trial is not None and trial.form is None
+
     def is_built(self, form: Form) -> bool:
         """Return whether the unit of the last trial has this form."""
         return self._last is not None and self._last[0].name == form.name
@@ -221,20 +213,26 @@ class Trials:
             return known.form
         return None if self.made_here(form) else self.confirm(form)
 
-    def confirm(self, form: Form) -> Form | None:
+    def confirm(self, form: Form, *, load_only: bool = False) -> Form | None:
         """Try a form in this process, whatever was measured before, since compiling it here may fail. Returns None if
-        it fails."""
+        it fails.
+
+        Args:
+            load_only: Fail if it is not in Inductor's cache.
+        """
         if self._last is not None:
             self._last = None
             clear()
         try:
-            with timed("trials") as span:
+            with timed("trials") as span, no_compiling() if load_only else nullcontext():
                 self._last = self._time(form)
         except (RuntimeError, NotImplementedError, AssertionError, NotStackable) as error:
             if context_lost(error) or _is_own_assertion(error):
                 raise
+            if self.trace_cache.deterministic and out_of_memory(error):
+                raise  # fewer members have the same form, and another form would have other bits
             self._failed.add(form.name)
-            if not out_of_memory(error):
+            if not out_of_memory(error) and not not_cached(error):
                 _trials[self._trial_key(form)] = _Trial(None)
         if self._last is None:
             clear()
@@ -252,10 +250,14 @@ class Trials:
         self._bytes = unit.set_up_bytes - bytes_before
         return measured, unit
 
-    def note_compiled(self, form: Form, seconds: float, load_seconds: float) -> None:
-        """Store the measurements of a step that was compiled in another process, in place of that of this form."""
-        compiled = replace(form, compiled=True, seconds=seconds, compile_seconds=load_seconds)
-        self.spent, self._bytes = load_seconds, 0
+    def note_compiled(self, form: Form, seconds: float | None, load_seconds: float) -> None:
+        """Store the measurements of a step that another process has compiled, of a unit with this form; None: that
+        failed."""
+        compiled = replace(form, compiled=True, seconds=seconds or 0.0, compile_seconds=load_seconds)
+        if seconds is None:
+            _trials[self._trial_key(compiled)] = _Trial(None)
+            return
+        self.spent, self._bytes = 0.0, 0
         self._remember(compiled)
 
     def _remember(self, form: Form) -> None:
@@ -274,18 +276,12 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
     steps = _steps_left(trials)
     plain = trials.time(Form(order[0], False))
     if compile is False:
-        second_cost = trials.spent * (count if order[-1] == 1 else 1)
-        second_known = len(order) == 2 and trials.known(Form(order[1], False)) is not None
-        if (
-            plain is not None
-            and not second_known
-            and (len(order) == 1 or _fills_device(plain, count) or steps * plain.seconds * FORM_GAIN < second_cost)
-        ):
-            return plain
-        return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
+        return _fastest_plain(trials, order, plain)
     estimate = _compile_estimate(graph)
     if compile == "auto" and plain is not None and steps * plain.seconds < ALL_FORMS * estimate:
-        return _plain_or_found(trials, plain, steps)
+        if steps * plain.seconds * COMPILED_GAIN > estimate:
+            plain = _fastest_plain(trials, order, plain)
+        return None if plain is None else _plain_or_found(trials, plain, steps)
     first = trials.time(Form(order[0], True))
     if first is not None and (
         len(order) == 1
@@ -294,6 +290,29 @@ def _choose(trials: Trials, compile: bool | Literal["auto"], stackable: bool) ->
     ):
         return _best([plain, first])
     return _best([plain, first, *(trials.time(Form(chunk, True)) for chunk in order[1:])])
+
+
+def _fastest_plain(trials: Trials, order: list[int], plain: Form | None) -> Form | None:
+    """Return the faster form of those that are not compiled; the second one is tried if the remaining work is worth it.
+
+    Args:
+        order: The number of members in a stack of each form.
+        plain: The first form, if it can be captured.
+    """
+    count = len(trials.recipes)
+    second_cost = trials.spent * (count if order[-1] == 1 else 1)
+    second_known = len(order) == 2 and trials.known(Form(order[1], False)) is not None
+    if (
+        plain is not None
+        and not second_known
+        and (
+            len(order) == 1
+            or _fills_device(plain, count)
+            or _steps_left(trials) * plain.seconds * FORM_GAIN < second_cost
+        )
+    ):
+        return plain
+    return _best([plain, *(trials.time(Form(chunk, False)) for chunk in order[1:])])
 
 
 def _plain_or_found(trials: Trials, plain: Form, steps: int) -> Form:
@@ -310,8 +329,8 @@ def _pays_meanwhile(trials: Trials, plain: Form) -> bool:
     """Return whether compiling this form's step while it trains could pay, as far as is known."""
     compiled = replace(plain, compiled=True)
     earlier = trials.known(compiled)
-    if earlier is None and trials.made_here(compiled):
-        return False  # it failed
+    if trials.cannot_be_made(compiled):
+        return False
     if earlier is not None and earlier.form is not None and earlier.form.seconds >= plain.seconds:
         return False
     graph = next(iter(trials.recipes[0].steps.values()))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
+from shoal.data.source import TensorSource
 from shoal.engine.planning.planner import Part
 from shoal.engine.proof.group import Group, explain_reason
 from shoal.engine.recipes.recipe import Recipe, TraceCache
@@ -13,9 +14,10 @@ from shoal.engine.tiers.captured.chunk import Cache
 from shoal.engine.tiers.captured.loader_unit import LoaderUnit
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import Unit
-from shoal.engine.units._choose_form import READ_AS_TRAINING_GOES, choose, why_not
+from shoal.engine.units._choose_form import choose
 from shoal.engine.units.build import stacked_units
 
+READ_AS_TRAINING_GOES = "its data is read as training goes"
 DETERMINISTIC = "deterministic=True: each job runs by itself, so that no other job changes its bits"
 
 
@@ -105,3 +107,22 @@ def _group_for_capture(recipes: list[Recipe], recorded: Mapping[int, str]) -> li
             by_form.setdefault(recorded.get(recipe.member.index, most_common_form), []).append(recipe)
         by_data_and_form += by_form.items()
     return by_data_and_form
+
+
+def why_not(recipe: Recipe) -> str:
+    """Return why a member's steps cannot be captured; empty if they can."""
+    member, job = recipe.member, recipe.member.job
+    if not isinstance(member.data.source, TensorSource) and not member.batched:
+        return READ_AS_TRAINING_GOES
+    if job.accumulate > 1:
+        return "it accumulates gradients"
+    if job.average is not None:
+        return "it averages its weights"
+    if recipe.optimizer.flags is None:
+        return f"{recipe.optimizer.kind.__name__} has no rule"
+    runner = recipe.optimizer.runner
+    if job.schedule is not None and job.schedule_every == "step" and (runner is None or not runner.can_table()):
+        return "its schedule cannot be foreseen"
+    if len({tuple(trace.log_names) for trace in recipe.steps.values()}) > 1:
+        return "its batches log different names"
+    return ""

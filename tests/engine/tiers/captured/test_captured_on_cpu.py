@@ -29,7 +29,7 @@ from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.stack import _flat_state, transfer
 from shoal.engine.tiers.captured import _kernel_source, _step
 from shoal.engine.tiers.captured import chunk as chunk_module
-from shoal.engine.tiers.captured._compile import Executable
+from shoal.engine.tiers.captured.compiling import Executable
 from shoal.engine.tiers.captured.executor import CapturedExecutor
 from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
 from shoal.engine.tiers.captured.unit import CapturedUnit

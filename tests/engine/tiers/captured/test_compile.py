@@ -13,7 +13,7 @@ from torch._inductor import decomposition
 
 import shoal
 from shoal.engine.recipes.recipe import TraceCache
-from shoal.engine.tiers.captured import _compile
+from shoal.engine.tiers.captured import compiling
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.preparation.checks import prepare
 
@@ -32,9 +32,9 @@ def unit() -> CapturedUnit:
     return CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=2, compiled=True)
 
 
-def compiled() -> _compile.Executable:
+def compiled() -> compiling.Executable:
     (chunk,) = unit().chunks
-    return _compile.executable(chunk.step(4), chunk.inputs, compiled=True)
+    return compiling.executable(chunk.step(4), chunk.inputs, compiled=True)
 
 
 def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,5 +59,5 @@ def test_a_result_that_is_laid_out_differently_is_viewed(monkeypatch: pytest.Mon
     changed = {**table, torch.ops.aten.expm1.default: lambda x: by_columns(x) - 1}
     monkeypatch.setattr(decomposition, "select_decomp_table", lambda: changed)
     x, result = torch.randn(3, 4), torch.empty(12)
-    _compile._pure_graph(function, [x, result])(x, result)
+    compiling._pure_graph(function, [x, result])(x, result)
     assert torch.allclose(result, x.expm1().view(12))

@@ -21,7 +21,7 @@ from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import Stack
 from shoal.engine.stack.stacked_optimizer import StackedOptimizer
-from shoal.engine.tiers.captured._compile import Executable, executable, step_graph, warm_up
+from shoal.engine.tiers.captured.compiling import Executable, executable, step_graph, warm_up
 from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
 from shoal.engine.tiers.stacked.unit import StackedUnit
@@ -269,7 +269,7 @@ class Chunk:
             step.fused = known
         ready = known if isinstance(known, Executable) else executable(step, self.inputs, compiled=compiled)
         if new:
-            warm_up(ready, step, self.inputs)
+            warm_up(ready, step, self.inputs, fuse=not self.trace_cache.deterministic)
             self.cache[key] = ready if compiled else step.fused
         self._ready[rows] = ready
         return ready.seconds if new else 0.0

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.stack import Stack
-from shoal.engine.tiers.captured._compile import executable, warm_up
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
+from shoal.engine.tiers.captured.compiling import executable, warm_up
 from shoal.engine.tiers.captured.graphs import RECORDER, Graph, clear
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tiers.unit import context_lost, out_of_memory

@@ -13,7 +13,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.planning import memory, perf_cache
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack import transfer
-from shoal.engine.tiers.captured.background import BackgroundCompile, Measured
+from shoal.engine.tiers.captured.background import BackgroundCompile, NoteTimes
 from shoal.engine.tiers.captured.chunk import Cache, Chunk
 from shoal.engine.tiers.captured.graphs import LANES, SPARE, Graph, Recorder, clear, held, scarce
 from shoal.engine.tiers.unit import Findings, Unit, member_output, stack_outputs
@@ -57,6 +57,7 @@ class CapturedUnit(Unit):
         self.set_up_bytes = 0
         """The most bytes that the allocator held while steps were made ready."""
         self._background: BackgroundCompile | None = None
+        self._compiled_meanwhile = False
         self._crowded = False
         self.full = min(recipes[0].member.job.batch_size, recipes[0].member.shape_rows)
         """The rows of a full batch."""
@@ -110,7 +111,7 @@ class CapturedUnit(Unit):
     def ready(self, recorder: Recorder) -> Graph | None:
         """Return the full batch's graph, or None if so few batches are left that they are run operator by operator."""
         if self._background is not None and self._background.ended():
-            self._background.take_over(recorder)
+            self._compiled_meanwhile = self._background.take_over(self, recorder)
             self._end_background()
         if self.full in self.graphs or self.compiled or self._coming(self.full) >= FEW:
             return self.graph(recorder)
@@ -132,7 +133,12 @@ class CapturedUnit(Unit):
 
     def crowded(self) -> None:
         """Drop the graphs, and keep no more than needed from now on, because memory was full."""
+        self._end_background()
         self.graphs, self._crowded = {}, True
+
+    def seconds_left(self) -> float:
+        """Return the seconds that the remaining full batches will take."""
+        return self._coming(self.full) * self.step_seconds
 
     def _coming(self, rows: int) -> int:
         """Return the largest number of batches of this many rows that a member still has."""
@@ -147,6 +153,10 @@ class CapturedUnit(Unit):
         chunks = [chunk.fitted() for chunk in chunks]
         if any(a is not b for a, b in zip(chunks, self.chunks, strict=False)) or len(chunks) != len(self.chunks):
             self._end_background()  # the new stacks have other shapes
+            if self._compiled_meanwhile:  # and training does not wait for them to be compiled
+                self.compiled = self._compiled_meanwhile = False
+                for chunk in chunks:
+                    chunk.use(self.full, None)
             self.chunks, self.graphs = chunks, {}
             self._seated()
 
@@ -207,11 +217,11 @@ class CapturedUnit(Unit):
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
 
-    def compile_meanwhile(self, measured: Measured) -> None:
+    def compile_meanwhile(self, note_times: NoteTimes) -> None:
         """Compile the step on full batches in another process while the unit trains, and use it from then on if it is
         faster. Nothing happens if its chunks have different steps."""
         if len({chunk.key(self.full, compiled=True) for chunk in self.chunks}) == 1:
-            self._background = BackgroundCompile(self, measured)
+            self._background = BackgroundCompile(note_times)
 
     def end_reading(self) -> None:
         self._end_background()
@@ -251,7 +261,7 @@ class CapturedUnit(Unit):
 
     def look_ahead(self, ending: list[int]) -> None:
         if self._background is not None:
-            self._background.begin()
+            self._background.begin(self)
         for chunk in self.chunks:
             chunk.look_ahead()
         for chunk, rows in self._rows(set(ending)):

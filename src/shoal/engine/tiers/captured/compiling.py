@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from shoal.engine.tiers.captured._step import Inputs, Step, bind_stack, inputs_l
 
 Compiled = Callable[[list[Tensor]], None]
 _LOCK = threading.Lock()
+_NOT_CACHED = "this graph is not in Inductor's cache"
 FEW_NODES = 600
 """A graph with fewer nodes has many kernels of a few microseconds; independent ones are combined into one."""
 LARGE = 500_000
@@ -99,13 +100,10 @@ def _view_or_copy() -> Callable[..., Any]:
     return view
 
 
-def compile_graph(graph: GraphModule, *, only_load: bool = False) -> Compiled:
+def compile_graph(graph: GraphModule) -> Compiled:
     """Compile what `step_graph` returned, or load it if Inductor finds it in its cache.
 
     AOTAutograd is not used, because the backward pass is already in the graph, and no two inputs overlap.
-
-    Args:
-        only_load: Raise an error where it is not in the cache.
     """
     with warnings.catch_warnings():  # torch warns of its own deprecated code
         warnings.simplefilter("ignore")
@@ -121,12 +119,7 @@ def compile_graph(graph: GraphModule, *, only_load: bool = False) -> Compiled:
     with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         joint_graph_passes(graph)
-        with (
-            config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES),
-            _large_apart(),
-            _same_keys(),
-            _no_compiling() if only_load else nullcontext(),
-        ):
+        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES), _large_apart(), _same_keys():
             compiled = compile_fx_inner(graph, inputs)
 
     def run(tensors: list[Tensor]) -> None:
@@ -150,19 +143,30 @@ def _large_apart() -> Iterator[None]:
 
 
 @contextmanager
-def _no_compiling() -> Iterator[None]:
-    """Raise an error inside this context instead of compiling what is not in Inductor's cache."""
-    from torch._inductor import compile_fx
+def no_compiling() -> Iterator[None]:
+    """Load compiled graphs inside this context, in this thread; raise an error for those that are not in Inductor's
+    cache."""
+    with warnings.catch_warnings():  # torch warns of its own deprecated code
+        warnings.simplefilter("ignore")
+        from torch._inductor import compile_fx
+
+    before, thread = compile_fx.fx_codegen_and_compile, threading.get_ident()
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("not in the cache")
+        if threading.get_ident() != thread:
+            return before(*args, **kwargs)
+        raise RuntimeError(_NOT_CACHED)
 
-    before = compile_fx.fx_codegen_and_compile
     compile_fx.fx_codegen_and_compile = refuse
     try:
         yield
     finally:
         compile_fx.fx_codegen_and_compile = before
+
+
+def not_cached(error: BaseException) -> bool:
+    """Return whether a graph was not in Inductor's cache, inside `no_compiling`."""
+    return _NOT_CACHED in str(error)
 
 
 @contextmanager
