@@ -274,3 +274,39 @@ def test_best_weights_at_the_end() -> None:
 
     for result in shoal.train(jobs, device="cpu", callbacks=[keep]):
         assert torch.equal(result.model.get_parameter("weight"), models[result.name].get_parameter("weight"))
+
+
+class Decides:
+    """Ends the worse half of the members after their second epoch, all together."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[int]] = []
+        self.reached: dict[int, int] = {}
+
+    def __call__(self, view: shoal.MemberView) -> None:
+        if view.status == "running":
+            self.reached[view.index] = view.epoch
+
+    def after_round(self) -> dict[int, Ending]:
+        reached, self.reached = self.reached, {}
+        if reached:
+            self.rounds.append(sorted(reached))
+        return {i: Ending("stopped", "worse") for i, epoch in reached.items() if epoch == 2 and i >= 2}
+
+
+def test_a_callback_decides_about_all_members_of_a_round() -> None:
+    decides = Decides()
+    results = shoal.train([job(seed=seed) for seed in range(4)], "cpu", callbacks=[decides], deterministic=True)
+    assert decides.rounds == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
+    assert [result.status for result in results] == ["done", "done", "stopped", "stopped"]
+    assert [len(result.history) for result in results] == [3, 3, 2, 2] and results[3].error == "worse"
+    alone = shoal.train([job(seed=3, epochs=2)], "cpu", deterministic=True)[0]
+    for name, value in results[3].model.state_dict().items():
+        assert torch.equal(value, alone.model.state_dict()[name])
+
+
+def test_members_that_end_in_the_same_way_end_together() -> None:
+    decides, ended = Decides(), list[tuple[set[int], str, str | None]]()
+    decides.reached = {0: 2, 2: 2, 3: 2}
+    Callbacks([decides, lambda view: None]).after_round(lambda *given: ended.append(given))
+    assert ended == [({2, 3}, "stopped", "worse")]

@@ -186,6 +186,9 @@ class Callbacks:
     A callback with a true attribute `only_watches`, such as a logger, neither uses the model nor stops a member. It is
     called for members of all processes, and dropped if it raises. All other callbacks are called by `after` in the
     process that trains the member, which must be the calling one, since they may change the caller's objects.
+
+    A callback with a method `after_round` decides about all members together that have ended an epoch in a round: it is
+    called without arguments, and returns how members must end, by their indices. Runs of `shoal.place` do not call it.
     """
 
     def __init__(self, callbacks: Sequence[Callback] | None = None, run: Any = None) -> None:
@@ -228,6 +231,16 @@ class Callbacks:
             warnings.warn(f"{member.name} ({member.status}): {ending.error}", ShoalWarning, stacklevel=2)
             return None
         return ending
+
+    def after_round(self, end: Callable[[set[int], str, str | None], Any]) -> None:
+        """Let callbacks decide about the members of a round. `end` is called once for all that end in the same way."""
+        together: dict[Ending, set[int]] = {}
+        for callback in self._callbacks:
+            decide = getattr(callback, "after_round", None)
+            for index, ending in (decide() if decide is not None else {}).items():
+                together.setdefault(ending, set()).add(index)
+        for ending, indices in together.items():
+            end(indices, ending.status, ending.error)
 
 
 def _call(callback: Callback, view: MemberView) -> Ending | None:

@@ -161,28 +161,15 @@ def _hidden(url: str) -> str:
 def value_writer(storage: Any) -> Callable[[Values], None]:
     """Return a function that writes intermediate values: in one transaction to a database, one after another
     elsewhere."""
-    backend = getattr(storage, "_backend", storage)
-    try:
-        from optuna.storages._rdb.models import TrialIntermediateValueModel as Model
-
-        columns = set(Model.__table__.columns.keys())
-        make = Model.intermediate_value_to_stored_repr
-        is_supported = {"trial_id", "step", "intermediate_value", "intermediate_value_type"} <= columns
-    except (ImportError, AttributeError):  # unknown internals: use the public method
-        is_supported = False
-    if not is_supported or not hasattr(backend, "engine"):
-        return lambda values: _one_by_one(storage, values)
+    insert = _inserter(storage)
 
     def write(values: Values) -> None:
-        if not values:
-            return
-        names = ("trial_id", "step", "intermediate_value", "intermediate_value_type")
-        rows = [dict(zip(names, (id, epoch, *make(float(value))), strict=True)) for id, epoch, value in values]
-        try:
-            with backend.engine.begin() as connection:
-                connection.execute(Model.__table__.insert(), rows)
-        except Exception:  # a value may be stored already, if the database's answer was lost
-            _one_by_one(storage, values)
+        if insert is not None:
+            try:
+                return insert(values, False)
+            except Exception:  # a value may be stored already, if the database's answer was lost
+                pass
+        _one_by_one(storage, values)
 
     return write
 
@@ -190,3 +177,57 @@ def value_writer(storage: Any) -> Callable[[Values], None]:
 def _one_by_one(storage: Any, values: Values) -> None:
     for id, epoch, value in values:
         storage.set_trial_intermediate_value(id, epoch, float(value))
+
+
+def insert_values(storage: Any, values: Values) -> bool:
+    """Insert intermediate values of running trials in one transaction, and return whether that was done.
+
+    It is not if the storage is no database, if one of the trials has ended, or if a value is stored already.
+    """
+    insert = _inserter(storage)
+    if insert is None:
+        return False
+    try:
+        insert(values, True)
+    except Exception:
+        return False
+    return True
+
+
+def _inserter(storage: Any) -> Callable[[Values, bool], None] | None:
+    """Return a function that inserts intermediate values into a database, and may first check that their trials are
+    running. None if it is no database, or one of another kind."""
+    backend = getattr(storage, "_backend", storage)
+    if not hasattr(backend, "engine"):
+        return None
+    try:
+        from optuna.storages._rdb.models import TrialIntermediateValueModel as Model
+        from optuna.storages._rdb.models import TrialModel
+
+        columns = set(Model.__table__.columns.keys())
+        make = Model.intermediate_value_to_stored_repr
+        is_supported = {"trial_id", "step", "intermediate_value", "intermediate_value_type"} <= columns
+    except (ImportError, AttributeError):  # unknown internals: use the public method
+        is_supported = False
+    if not is_supported:
+        return None
+
+    def insert(values: Values, check: bool) -> None:
+        if not values:
+            return
+        names = ("trial_id", "step", "intermediate_value", "intermediate_value_type")
+        rows = [dict(zip(names, (id, epoch, *make(float(value))), strict=True)) for id, epoch, value in values]
+        with backend.engine.begin() as connection:
+            if check:
+                _check_running(connection, TrialModel, {id for id, _, _ in values})
+            connection.execute(Model.__table__.insert(), rows)
+
+    return insert
+
+
+def _check_running(connection: Any, trials: Any, ids: set[int]) -> None:
+    from sqlalchemy import select
+
+    states = connection.execute(select(trials.state).where(trials.trial_id.in_(ids))).scalars().all()
+    if len(states) < len(ids) or any(state.is_finished() for state in states):
+        raise RuntimeError("a trial has ended")

@@ -1,8 +1,7 @@
 """The run loop: members join, train, leave and are saved, while others wait.
 
 In each round waiting members may join, every unit runs up to its next event (or for a second or so), and the results
-are processed member by member. The loop does not depend on how a tier trains, and units know nothing of waiting
-members.
+are processed member by member. The loop depends on no tier, and units know nothing of waiting members.
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ class Run(UnitListener):
         self.interrupted = False
         self._numbers = numbers or itertools.count(1)
         self.all_members = list(members) if all_members is None else all_members
-        self._before_turn, self._between, self._supervisor = before_turn, between, supervisor
+        self._before_turn, self._supervisor = before_turn, supervisor
+        self._between = between if callbacks is None else partial(callbacks.after_round, self.end)
         for member in self.waiting.values():
             self._queue.add(planning.ticket(member, time.monotonic()))
 

@@ -18,15 +18,15 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from shoal.errors import JobError, ShoalError, describe
+from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
-from shoal.reporting.callbacks import MemberView
 from shoal.results import Result, Results
 from shoal.training import train
+from shoal.tune.bridges.reports import Reports, Request
+from shoal.tune.bridges.reports import TrainingFailed as TrainingFailed
 from shoal.tune.optuna_storage import PROCESS, fail_orphans, this_process
 
 AT_ONCE = 32
@@ -40,14 +40,6 @@ INSTEAD = {
     "gc_after_trial": "leave it out",
 }
 """Arguments of `study.optimize` that `optimize` does not have, and what to do instead."""
-
-
-class TrainingFailed(ShoalError, RuntimeError):
-    """Raised if a job of an objective failed; the message is the job's error."""
-
-
-_steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""The last step that each trial has reported."""
 
 
 class _Interrupted(BaseException):
@@ -79,13 +71,13 @@ def train_trial(trial: Any, job: Job, metric: str, *, first_step: int = 1, **set
         raise ValueError(f"train_trial: first_step is {first_step!r}; use a whole number, 0 or more")
     objective = _current.objective
     if objective is None:
-        request = _Request(trial, replace(job, name=f"trial {trial.number}"), metric, first_step)
+        request = Request(trial, replace(job, name=f"trial {trial.number}"), metric, first_step)
         _train([request], settings)
     else:
         if settings:
             names = ", ".join(settings)
             raise ValueError(f"train_trial: {names} would apply to one trial of a pack; pass {names} to optimize")
-        request = objective.wait(_Request(trial, replace(job, name=f"trial {trial.number}"), metric, first_step))
+        request = objective.wait(Request(trial, replace(job, name=f"trial {trial.number}"), metric, first_step))
     return request.outcome()
 
 
@@ -164,19 +156,19 @@ def _advance_all(group: Sequence[_Objective], settings: dict[str, Any]) -> None:
             each.advance()
 
 
-def _train(requests: Sequence[_Request], settings: dict[str, Any]) -> None:
+def _train(requests: Sequence[Request], settings: dict[str, Any]) -> None:
     """Train the jobs as one pack. Each request then has its result, or the error of its job."""
-    by_name = {request.job.name: request for request in requests}
+    reports = Reports(requests, together=settings.get("placement") is None)
 
-    def after_epoch(view: MemberView) -> None:
-        by_name[view.name].report(view)
-
-    def run(group: Sequence[_Request]) -> Results:
-        callbacks = [*settings.get("callbacks", ()), after_epoch]
-        return train([request.job for request in group], **{**settings, "callbacks": callbacks})
+    def run(group: Sequence[Request]) -> Results:
+        callbacks = [*settings.get("callbacks", ()), reports]
+        try:
+            return train([request.job for request in group], **{**settings, "callbacks": callbacks})
+        finally:
+            reports.write()
 
     try:
-        good: Sequence[_Request] = requests
+        good: Sequence[Request] = requests
         results = run(good)
     except JobError:  # an error of one job, which must not affect the others
         good = [request for request in requests if request.check()]
@@ -185,68 +177,6 @@ def _train(requests: Sequence[_Request], settings: dict[str, Any]) -> None:
         results = run(good) if good else Results([])
     for request, result in zip(good, results, strict=True):
         request.result = result
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A job that an objective requests to be trained."""
-
-    trial: Any
-    job: Job
-    metric: str
-    first_step: int = 1
-    result: Result | None = None
-    error: Exception | None = None
-    pruned_at: int | None = None
-    reported: set[int] = field(default_factory=set)
-    before: int = 0
-    """Epochs that the trial has reported for earlier jobs, such as other folds, since Optuna accepts each step once."""
-
-    def __post_init__(self) -> None:
-        self.before = _steps.get(self.trial, 0)
-
-    def report(self, view: MemberView) -> None:
-        """Report the value of an epoch to Optuna, and stop the member if the pruner says so."""
-        row = view.metrics
-        epoch = int(row.get("epoch", 0))
-        if self.metric not in row or epoch in self.reported:
-            return
-        self.reported.add(epoch)
-        if len(getattr(getattr(self.trial, "study", None), "directions", ())) > 1:
-            return  # with several objectives Optuna accepts no reports and does not prune
-        _steps[self.trial] = self.before + epoch
-        self.trial.report(row[self.metric], self.before + epoch - 1 + self.first_step)
-        if view.status == "running" and self.trial.should_prune():
-            self.pruned_at = epoch
-            view.stop("pruned")
-
-    def check(self) -> bool:
-        """Return whether the job can be prepared by itself."""
-        from torch import device
-
-        from shoal.preparation.checks import prepare
-
-        try:
-            prepare([self.job], device("cpu"))
-        except JobError as error:
-            self.error = error
-        return self.error is None
-
-    def outcome(self) -> Result:
-        """Return the result, or raise what the objective should get."""
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        if self.pruned_at is not None and self.result.status == "stopped":
-            from optuna import TrialPruned
-
-            raise TrialPruned(f"pruned after epoch {self.pruned_at}")
-        if self.result.status in ("failed", "cancelled"):
-            raise TrainingFailed(f"{self.job.name}: {self.result.error or self.result.status}")
-        if self.result.last(self.metric) is None:
-            names = ", ".join(name for row in self.result.history[:1] for name in row)
-            raise JobError(f"{self.job.name} has no {self.metric!r}; its history has {names}")
-        return self.result
 
 
 class _Current(threading.local):
@@ -263,7 +193,7 @@ class _Objective:
 
     def __init__(self, trial: Any, function: Callable[[Any], Any]) -> None:
         self.trial, self._function = trial, function
-        self.request: _Request | None = None
+        self.request: Request | None = None
         self._value: Any = None
         self._error: BaseException | None = None
         self._interrupted, self._ended = False, False
@@ -278,7 +208,7 @@ class _Objective:
         self._turn.release()
         self._back.acquire()
 
-    def wait(self, request: _Request) -> _Request:
+    def wait(self, request: Request) -> Request:
         """Called in the objective's thread: request a training, and return when it is done."""
         self.request = request
         self._back.release()
