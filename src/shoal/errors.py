@@ -1,4 +1,9 @@
-"""The exceptions of this package; `except shoal.ShoalError` catches everything that it raises on purpose."""
+"""The exceptions of this package.
+
+`except shoal.ShoalError` catches mistakes in jobs, searches, splits and placements, and failures of runs. Most of these
+are a ValueError too. A wrong argument of a function, such as an unknown `device`, is an ordinary ValueError or
+TypeError.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,8 @@ OF_ONE_JOB = re.compile(r"(?:job '.*?'|member \d+): (.*)", re.DOTALL)
 
 
 class ShoalError(Exception):
-    """The base of every exception that Shoal raises on purpose."""
+    """The base of the exceptions about jobs and their runs; a wrong argument of a function is an ordinary ValueError or
+    TypeError."""
 
 
 class JobError(ShoalError, ValueError):
