@@ -7,6 +7,7 @@ TypeError.
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -108,8 +109,20 @@ def describe(error: BaseException) -> str:
     return f"{line} ({notes[0]})" if notes else line
 
 
-_LIBRARIES = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<frozen", "<eval_with_key")
+_LIBRARIES = (
+    str(Path(__file__).parent) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen", "<eval_with_key"
+)  # fmt: skip
 """How the files begin that are nobody's own code: this package, the standard library, code made by torch.fx."""
+_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def is_library_file(file: str) -> bool:
+    """Return whether the file of a code object belongs to Python or an installed package.
+
+    >>> is_library_file("/usr/lib/python3/dist-packages/torch/nn/functional.py"), is_library_file("train.py")
+    (True, False)
+    """
+    return file.startswith(_LIBRARIES) or not _FOLDERS.isdisjoint(Path(file).parts)
 
 
 def place_of(error: BaseException) -> str:
@@ -119,7 +132,7 @@ def place_of(error: BaseException) -> str:
     trace, last = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and "site-packages" not in Path(file).parts:
+        if not is_library_file(file):
             last = f" ({Path(file).name}:{trace.tb_lineno})"
         trace = trace.tb_next
     return last

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import dis
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from shoal.errors import is_library_file
 
 PLAIN = (bool, int, float, complex, type(None))
 DEFINITIONS = (type, FunctionType, BuiltinFunctionType)
@@ -113,9 +114,6 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Value]]:
             continue
 
 
-_LIBRARY = sysconfig.get_paths()["stdlib"]
-
-
 _MOST_CODES = 1024
 _names_by_id: dict[int, tuple[CodeType, tuple[tuple[str, ...], frozenset[str]]]] = {}
 """The names of code by its id, since to hash code takes longer; the code is held so that the id stays its own."""
@@ -146,7 +144,7 @@ def _find_names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
             inner_read, inner_written = _find_names(inner)
             read |= dict.fromkeys(inner_read)
             written |= inner_written
-    if "site-packages" in code.co_filename or code.co_filename.startswith(_LIBRARY):
+    if is_library_file(code.co_filename):
         read.clear()
     return tuple(read), frozenset(written)
 
