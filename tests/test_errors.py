@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.errors import describe_with_place
+from shoal.errors import describe_with_place, place_of
 
 X, Y = torch.randn(32, 4), torch.randint(2, (32,))
 
@@ -67,6 +68,19 @@ def test_the_dry_step_and_a_callback_say_where() -> None:
         shoal.train([job(step=step)], device="cpu")
     (result,) = shoal.train([job()], device="cpu", callbacks=[watch])
     assert result.error is not None and result.error.endswith(f"({line_of('the callback')})")
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "own"])
+def test_only_files_outside_of_installed_packages_are_named(folder: str) -> None:
+    """Debian installs packages into dist-packages; a folder beside this package may begin with its name."""
+    root = Path(shoal.__file__).parent
+    file = f"{root}-experiments/net.py" if folder == "own" else f"/usr/lib/python3/{folder}/torch/nn/functional.py"
+    space: dict[str, Any] = {}
+    exec(compile("def fails():\n    raise RuntimeError('no')", file, "exec"), space)
+    with pytest.raises(RuntimeError) as caught:
+        space["fails"]()
+    named = " (net.py:2)" if folder == "own" else f" ({Path(__file__).name}:{caught.traceback[0].lineno + 1})"
+    assert place_of(caught.value) == named
 
 
 def test_code_of_libraries_is_not_named() -> None:

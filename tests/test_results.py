@@ -273,6 +273,14 @@ def test_values_of_config_are_plain(config: Any, said: str) -> None:
         job(config=config)
 
 
+def test_a_line_break_in_a_name_or_value_stays_in_its_row() -> None:
+    results = shoal.train([job(name="two\nlines", config={"note": "a\tb\nc"}), job(name="größer")], device="cpu")
+    lines = results.table().splitlines()
+    assert len(lines) == 4 and lines[2].startswith("two\\nlines") and "a\\tb\\nc" in lines[2]
+    assert lines[3].startswith("größer")
+    assert results.evaluate((X, Y), loss=F.cross_entropy).table().splitlines()[2].startswith("two\\nlines")
+
+
 def test_the_table_has_the_best_epoch_where_it_is_not_the_last() -> None:
     worse = job(val=(X, Y), hparams={"lr": 0.0}, epochs=3, name="flat")  # the first epoch stays the best
     head, _, row = shoal.train([worse], device="cpu").table().splitlines()

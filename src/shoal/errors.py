@@ -1,7 +1,13 @@
-"""The exceptions of this package; `except shoal.ShoalError` catches everything that it raises on purpose."""
+"""The exceptions of this package.
+
+`except shoal.ShoalError` catches mistakes in jobs, searches, splits and placements, and failures of runs. Most of these
+are a ValueError too. A wrong argument of a function, such as an unknown `device`, is an ordinary ValueError or
+TypeError.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -11,7 +17,8 @@ OF_ONE_JOB = re.compile(r"(?:job '.*?'|member \d+): (.*)", re.DOTALL)
 
 
 class ShoalError(Exception):
-    """The base of every exception that Shoal raises on purpose."""
+    """The base of the exceptions about jobs and their runs; a wrong argument of a function is an ordinary ValueError or
+    TypeError."""
 
 
 class JobError(ShoalError, ValueError):
@@ -102,8 +109,20 @@ def describe(error: BaseException) -> str:
     return f"{line} ({notes[0]})" if notes else line
 
 
-_LIBRARIES = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<frozen", "<eval_with_key")
+_LIBRARIES = (
+    str(Path(__file__).parent) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen", "<eval_with_key"
+)  # fmt: skip
 """How the files begin that are nobody's own code: this package, the standard library, code made by torch.fx."""
+_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def is_library_file(file: str) -> bool:
+    """Return whether the file of a code object belongs to Python or an installed package.
+
+    >>> is_library_file("/usr/lib/python3/dist-packages/torch/nn/functional.py"), is_library_file("train.py")
+    (True, False)
+    """
+    return file.startswith(_LIBRARIES) or not _FOLDERS.isdisjoint(Path(file).parts)
 
 
 def place_of(error: BaseException) -> str:
@@ -113,7 +132,7 @@ def place_of(error: BaseException) -> str:
     trace, last = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and "site-packages" not in Path(file).parts:
+        if not is_library_file(file):
             last = f" ({Path(file).name}:{trace.tb_lineno})"
         trace = trace.tb_next
     return last

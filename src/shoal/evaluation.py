@@ -21,6 +21,7 @@ from shoal.engine.members.step import TARGETS, call_model, number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
 from shoal.engine.tiers.evaluate import Sheet, join_batches
 from shoal.engine.tiers.stacked.forward import Forward
+from shoal.engine.tiers.unit import map_tensors
 from shoal.errors import JobError, NoSuchJob, ShoalError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.loaders import gives_batches
@@ -60,7 +61,7 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
         def run(chunk: Any) -> Any:
             moved = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
             with _dtypes_explained(models[0], moved):
-                return pytree.tree_map_only(Tensor, lambda x: x.to(input_device), forward(moved))
+                return map_tensors(lambda x: x.to(input_device), forward(moved))
 
         if size is None:
             return run(batch)
@@ -109,7 +110,7 @@ def _predict_batches(
     chunks = []
     with Forward(models, whats=[Computation("inputs", _outputs)] * len(models), device=device) as forward:
         for batch in view.feed(1):
-            chunks.append(pytree.tree_map_only(Tensor, lambda x: x.to("cpu"), forward(batch)))
+            chunks.append(map_tensors(lambda x: x.to("cpu"), forward(batch)))
     return join_batches(chunks, dim=1)
 
 

@@ -22,7 +22,7 @@ from shoal.jobs.metric_direction import direction
 from shoal.jobs.names import named
 from shoal.jobs.pickling import without_unpicklable
 from shoal.utils.numpy_values import finite, plain_int
-from shoal.utils.tables import render
+from shoal.utils.tables import one_line, render
 
 if TYPE_CHECKING:
     from shoal.engine.planning.planner import Plan
@@ -264,7 +264,7 @@ class Results(Sequence[Result]):
             ]
             for r, count, epoch in zip(self, epochs, best, strict=True)
         ]  # fmt: skip
-        errors = [f"{r.name}: {r.error}" for r in self if r.error]
+        errors = [f"{one_line(r.name)}: {r.error}" for r in self if r.error]
         more = [f"... and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
         return "\n".join([render(head, rows), *([""] if errors else []), *errors[:MOST_ERRORS], *more])
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.data.test_loader import CPU, Counted, Noisy, X, Y, assert_equal, jobs
@@ -40,6 +41,29 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def loader_of(dataset: Any, **more: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **{"batch_size": 8, "shuffle": True, "num_workers": 2, **more})
+
+
+@pytest.mark.parametrize("kind", ["numpy", "slice"])
+def test_a_view_of_what_a_metric_changes_takes_effect_in_the_next_epoch(kind: str, early: list[int]) -> None:
+    """Two objects that are one memory: a Dataset has a view of a tensor or array that code of the job changes."""
+
+    def losses() -> list[float]:
+        array = np.zeros(4)
+        written: Any = torch.from_numpy(array) if kind == "numpy" else array[:1]
+        dataset = Level(array if kind == "numpy" else array[:2])
+
+        def metric(outputs: Tensor, targets: Tensor) -> float:
+            written[0] += 1.0
+            return 0.0
+
+        more: dict[str, Any] = {"val": (X, Y), "metrics": {"m": metric}}
+        (result,) = shoal.train(jobs(loader_of(dataset), count=1, epochs=3, **more))
+        return [row["loss"] for row in result.history]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "may_overlap", False)
+        expected = losses()
+    assert losses() == expected and not early
 
 
 class Watching:
@@ -110,7 +134,7 @@ def test_serial_jobs_begin_early_together(early: list[int]) -> None:
 class Level(Noisy):
     """Rows with other labels after each change of a number."""
 
-    def __init__(self, level: list[float]) -> None:
+    def __init__(self, level: Any) -> None:
         super().__init__()
         self.level = level
 

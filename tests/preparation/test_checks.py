@@ -80,6 +80,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"val": (X, Y), "metrics": {"m": lambda o, t: [1, 2]}},
         ["metric 'm' gave [1, 2]; it must be one number"],
     ),
+    "array of a metric": (
+        {"val": (X, Y), "metrics": {"m": lambda o, t: o.numpy()}},
+        ["metric 'm' gave an array of shape [16, 3]; it must be one number"],
+    ),
     "metric of nothing": ({"val": (X, Y), "metrics": {"m": lambda o, t: None}}, ["metric 'm' gave None"]),
     "forward raises": ({"model": lambda: Raises(4, 3)}, ["forward raised KeyError: 'missing part'"]),
     "wrong width": ({"model": lambda: nn.Linear(5, 3)}, ["forward raised RuntimeError", "batch of 16 rows"]),

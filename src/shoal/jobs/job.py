@@ -84,7 +84,7 @@ class EarlyStop:
         return value > best + self.min_delta if self.mode == "max" else value < best - self.min_delta
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Job:
     """One training run: model, data, loss, optimizer, schedule, length, seed.
 
@@ -179,7 +179,7 @@ class Job:
         if lines:
             label = f"job {self.name!r}" if self.name else "job"
             raise JobError(*(f"{label}: {line}" for line in lines))
-        remember(self.functions().values())
+        remember(self, self.functions().values())
 
     def problems(self) -> list[str]:
         """Return one line for each invalid field, with the value, the rule and the fix."""

@@ -245,7 +245,7 @@ def average_problems(member: Member) -> list[str]:
 
 def warn_of_loop_variables(jobs: Sequence[Job], job_names: Sequence[str]) -> None:
     """Warn of functions that read a variable of the loop that made the jobs, and so would all see its last value."""
-    for line in lost_values((name, job.functions()) for name, job in zip(job_names, jobs, strict=True)):
+    for line in lost_values((name, job, job.functions()) for name, job in zip(job_names, jobs, strict=True)):
         warnings.warn(line, ShoalWarning, stacklevel=4)
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -355,7 +356,9 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
             value = measure(metric, join_batches(sheet.outputs), targets_of(batch))
             for each in value.values() if isinstance(value, Mapping) else [value]:
                 if not _is_number(each):
-                    what = f"a tensor of shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)[:60]
+                    kind = "a tensor" if isinstance(each, Tensor) else "an array"
+                    shaped = isinstance(each, Tensor | np.ndarray)
+                    what = f"{kind} of shape {list(each.shape)}" if shaped else " ".join(repr(each).split())[:60]
                     lines.append(f"metric {name!r} gave {what}; it must be one number")
         except (TypeError, AttributeError, NameError) as error:
             lines.append(f"metric {name!r} raised {describe_with_place(error)}; it is called as (outputs, targets)")

@@ -8,12 +8,24 @@ from collections.abc import Sequence
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0, 1, 2)) -> str:
     """Return the table as text; the columns in `left` are aligned left, the others right."""
+    head, rows = list(map(one_line, head)), [list(map(one_line, row)) for row in rows]
     if sys.stdout.isatty():
         try:
             return _rich(head, rows, left)
         except ImportError:
             pass
     return _plain(head, rows, left)
+
+
+def one_line(text: str) -> str:
+    """Return text with line breaks and tabs written as escapes, so that it stays in its cell.
+
+    >>> one_line("two\\nlines, größer")
+    'two\\\\nlines, größer'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.engine.python_state import preserve
 from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.preserve import PythonState, preserved
 from shoal.engine.python_state.user_code import is_library_class, is_library_function, is_library_module
@@ -235,6 +236,45 @@ def test_a_table_of_a_library_that_the_user_holds_is_not_put_back() -> None:
         logging._levelToName[12345] = holder.own[12345] = "a new one"
         assert state.changed
     assert logging._levelToName.pop(12345) == "a new one" and holder.own == {}
+
+
+def in_closure(table: Any) -> Any:
+    return lambda: table
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda table: types.SimpleNamespace(table=table),
+    "closure": in_closure,
+    "list": lambda table: [table],
+    "dict": lambda table: {"table": table},
+    "deep": lambda table: types.SimpleNamespace(rows=[{"table": in_closure(table)}]),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_container_of_one_holder_is_put_back_without_a_search(
+    hold: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search through all loaded modules takes longer than an epoch of a small network."""
+    searched: list[Any] = []
+    monkeypatch.setattr(preserve, "in_library_tables", lambda values: set(searched.extend(values) or ()))
+    for kind, add in ((list, "append"), (dict, "setdefault"), (set, "add")):
+        holder = hold(kind())
+        with preserved({"root": holder}) as state:
+            (found,) = [p.owner for p in state.places if type(p.owner) is kind and not p.owner]
+            getattr(found, add)(7)
+            del found
+            assert state.changed
+        assert not state.changed
+        assert not searched
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_table_of_a_library_is_not_put_back_wherever_the_user_holds_it(hold: Callable[[Any], Any]) -> None:
+    with preserved({"root": hold(logging._levelToName)}) as state:
+        logging._levelToName[12345] = "a new one"
+        assert state.changed
+    assert logging._levelToName.pop(12345, None) == "a new one"
 
 
 def test_whose_code_it_is() -> None:

@@ -179,8 +179,13 @@ def test_metrics_of_outputs_that_are_not_all_rows(kind: str) -> None:
         assert result.last("accuracy") == pytest.approx(float(accuracy(logits, YV)), abs=1e-12)
         assert result.last("penalty") == pytest.approx(float(penalties.mean()), rel=1e-9)
     if kind == "dataclass":
-        with pytest.raises(ValueError, match="outputs of type Output cannot be stacked"):
-            results.predict(XV)
+        outputs = results.predict(XV, batch_size=8)
+        assert type(outputs) is type(results[0].model(XV)) and outputs.logits.shape == (2, 23, C)
+        for index, result in enumerate(results):
+            with torch.no_grad():
+                alone = [logits_of(result.model(x)) for x in XV.split(8)]
+            assert torch.equal(outputs.logits[index], torch.cat([logits for logits, _ in alone]))
+            assert torch.equal(logits_of(outputs)[1][index], torch.stack([penalty for _, penalty in alone]))
     if kind == "dict":
         outputs = results.predict(XV, batch_size=8)
         assert outputs["logits"].shape == (2, 23, C) and outputs["penalty"].shape == (2, 3) and outputs["n"] == 3

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal.data.source import parts
@@ -122,14 +122,18 @@ def spans(model: nn.Module) -> list[Span]:
     """Return the memory of a network's parameters and buffers, each storage once."""
     storages: set[Span] = set()
     for tensor in (*model.parameters(), *model.buffers()):
-        if is_lazy(tensor) or tensor.is_nested:
-            continue
-        for part in parts(tensor):
-            if part.layout == torch.strided and part.device.type != "meta":
-                storage = part.untyped_storage()
-                if storage.nbytes():
-                    storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        storages.update(spans_of(tensor))
     return sorted(storages)
+
+
+def spans_of(tensor: Tensor) -> list[Span]:
+    """Return the memory of a tensor's storage, or of those of its parts; none if it has no data."""
+    if is_lazy(tensor) or tensor.is_nested:
+        return []
+    storages = [
+        part.untyped_storage() for part in parts(tensor) if part.layout == torch.strided and part.device.type != "meta"
+    ]
+    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages if storage.nbytes()]
 
 
 @contextmanager

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from shoal.engine.python_state._contents import CachedCalls, Position
-from shoal.engine.python_state.places import Elements, Items, Path, Place, SetMembers
+from shoal.engine.python_state.places import Cell, Elements, Items, Names, Path, Place, SetMembers
 from shoal.engine.python_state.state_walk import Walk
 from shoal.engine.python_state.user_code import in_library_tables
 from shoal.utils.locks import one_at_a_time
 from shoal.utils.random_state import restored
-
-_ONE_HOLDER = 3
-"""The reference count of a container with one holder: the holder, the place, and the argument of `getrefcount`."""
 
 
 class PythonState:
@@ -88,10 +86,28 @@ class PythonState:
             for place, note in zip(self.places, wanted, strict=True)
             if isinstance(place, Items | Elements | SetMembers) and place.changed(note)
         ]
-        shared = in_library_tables(p.owner for p in containers if sys.getrefcount(p.owner) > _ONE_HOLDER)
+        shared = in_library_tables(self._with_several_holders(containers, wanted))
         for place, note in zip(self.places, wanted, strict=True):
             if id(place.owner) not in shared:
                 place.restore(note)
+
+    def _with_several_holders(self, containers: Sequence[Place], wanted: Sequence[Any]) -> list[Any]:
+        """Return those containers that more than one object refers to, not counting this record and `wanted`."""
+        if not containers:
+            return []
+        of_record = Counter([id(place.owner) for place in self.places])
+        of_record.update(id(value) for _, value in self._walk.reached)
+        for notes in (self._notes, wanted):
+            of_record.update(id(n) for p, n in zip(self.places, notes, strict=True) if isinstance(p, Cell))
+        for place, note in self._pairs():
+            if isinstance(place, Names):
+                of_record.update(map(id, note.values()))
+            elif isinstance(place, Elements):
+                of_record.update(map(id, note))
+            elif isinstance(place, Items):
+                of_record.update(id(value) for _, value in note)
+        # one more reference is the argument of getrefcount
+        return [p.owner for p in containers if sys.getrefcount(p.owner) - of_record[id(p.owner)] - 1 > 1]
 
     def _pairs(self) -> Iterator[tuple[Place, Any]]:
         return zip(self.places, self._notes, strict=True)

@@ -19,7 +19,7 @@ from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.python_state.module_modes import own_train_methods
-from shoal.engine.tiers.unit import Unit, Unlike, context_lost, evaluated, member_output, out_of_memory
+from shoal.engine.tiers.unit import Unit, Unlike, context_lost, evaluated, map_fields, member_output, out_of_memory
 from shoal.errors import METRIC_NOTE, MemberError
 from shoal.jobs.job import Job
 from shoal.utils.randomness import generator_at
@@ -265,11 +265,7 @@ def _join(values: list[Any], dim: int) -> Any:
     """Join one leaf of the outputs of all batches."""
     first = values[0]
     if dataclasses.is_dataclass(first):
-        joined = copy.copy(first)
-        for field in dataclasses.fields(first):
-            value = join_batches([getattr(each, field.name) for each in values], dim)
-            object.__setattr__(joined, field.name, value)  # it may be frozen
-        return joined
+        return map_fields(lambda parts: join_batches(parts, dim), values)
     if all(isinstance(value, bool | int | float | str | None) for value in values):
         return first if all(value == first for value in values) else values
     if not all(isinstance(value, Tensor) for value in values):

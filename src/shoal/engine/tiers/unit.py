@@ -3,6 +3,8 @@ batch."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -181,6 +183,30 @@ def stack_outputs(outputs: list[Any]) -> Any:
         return Unlike(outputs)
     columns = [None if column[0] is None else torch.stack(list(column)) for column in zip(*leaves, strict=True)]
     return pytree.tree_unflatten(columns, flat[0][1])
+
+
+def map_fields(call: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
+    """Return a dataclass like the first of these, with what `call` returns for each field of all of them."""
+    made = copy.copy(values[0])
+    for each in dataclasses.fields(made):
+        object.__setattr__(made, each.name, call([getattr(value, each.name) for value in values]))  # it may be frozen
+    return made
+
+
+def is_own_dataclass(value: Any) -> bool:
+    """Return whether a value is a dataclass that is not a pytree, as the outputs of transformers are."""
+    return dataclasses.is_dataclass(value) and pytree.tree_structure(value).is_leaf()
+
+
+def map_tensors(call: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    """Replace the tensors in outputs, also in dataclasses."""
+
+    def replaced(leaf: Any) -> Any:
+        if dataclasses.is_dataclass(leaf):
+            return map_fields(lambda values: map_tensors(call, values[0]), [leaf])
+        return call(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(replaced, outputs)
 
 
 def _same_shape(x: Any, y: Any) -> bool:

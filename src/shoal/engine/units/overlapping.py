@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.data.loader import LoaderSource, reachable
 from shoal.data.source import is_tensors
 from shoal.engine.members.member import Member
+from shoal.engine.members.ownership import Span, overlapping, spans_of
 from shoal.engine.planning.memory import free_bytes
 from shoal.engine.python_state.state_walk import Walk
 from shoal.engine.python_state.user_code import is_library_class
@@ -33,16 +36,19 @@ _UNCHANGING = (
 def allow_overlaps(members: Sequence[Member]) -> None:
     """Let the loaders of these members, which are all that the run has, begin an epoch early where that is exact."""
     sources = {m.data.source for m in members if isinstance(m.data.source, LoaderSource)}
-    overlapping = [source for source in sources if source.loader.may_overlap]
-    changeable = _changeable(members) if overlapping else None
+    candidates = [source for source in sources if source.loader.may_overlap]
+    changeable = _changeable(members) if candidates else None
     if changeable is not None:
-        for source in overlapping:
-            source.overlaps = changeable.isdisjoint(map(id, _used(source)))
+        changeable_ids, changeable_memory = set(map(id, changeable)), _memory(changeable)
+        for source in candidates:
+            used = _used(source)
+            apart = changeable_ids.isdisjoint(map(id, used))
+            source.overlaps = apart and not overlapping([changeable_memory, _memory(used)])
             source.loader.free_memory = partial(free_bytes, torch.device("cpu"))
 
 
-def _changeable(members: Sequence[Member]) -> set[int] | None:
-    """Return the ids of objects that code of these members could change between two epochs; None if not known."""
+def _changeable(members: Sequence[Member]) -> list[Any] | None:
+    """Return the objects that code of these members could change between two epochs; None if not known."""
     roots: dict[str, Any] = {}
     for member in members:
         job = member.job
@@ -53,13 +59,27 @@ def _changeable(members: Sequence[Member]) -> set[int] | None:
         return None
     validated = {id(m.job.val): m.job.val for m in members if not is_tensors(m.job.val)}
     read_here = [val for val in validated.values() if not getattr(val, "num_workers", 0)]
-    return {id(value) for value in (*walk.visited, *reachable(*walk.datasets, *read_here)) if _may_change(value)}
+    return [value for value in (*walk.visited, *reachable(*walk.datasets, *read_here)) if _may_change(value)]
 
 
 def _may_change(value: Any) -> bool:
     if isinstance(value, _UNCHANGING) or type(value).__module__ == "typing":
         return False
     return not isinstance(value, type) or not is_library_class(value)
+
+
+def _memory(values: Sequence[Any]) -> list[Span]:
+    """Return the memory of tensors and arrays among these objects, since another object may be a view of it."""
+    memory: list[Span] = []
+    for value in values:
+        if isinstance(value, np.ndarray):
+            while isinstance(value.base, np.ndarray):
+                value = value.base
+            start = value.__array_interface__["data"][0]
+            memory.append((start, start + value.nbytes))
+        elif isinstance(value, Tensor):
+            memory += spans_of(value)
+    return sorted({(start, end) for start, end in memory if start < end})
 
 
 def _used(source: LoaderSource) -> list[Any]:

@@ -16,7 +16,16 @@ from shoal.engine.recipes.frozen import alike_in_all
 from shoal.engine.recipes.program import Program
 from shoal.engine.recipes.recipe import Evaluation, TraceCache
 from shoal.engine.rules.op_context import NotStackable
-from shoal.engine.tiers.unit import Unlike, context_lost, evaluated, member_output, out_of_memory, stack_outputs
+from shoal.engine.tiers.unit import (
+    Unlike,
+    context_lost,
+    evaluated,
+    is_own_dataclass,
+    map_fields,
+    member_output,
+    out_of_memory,
+    stack_outputs,
+)
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import skeleton
 from shoal.engine.tracing.trace import Trace, autocast
@@ -191,15 +200,19 @@ def _with_own_rows(output: Tensor) -> Tensor:
 
 
 def joined(outputs: list[Any]) -> Any:
-    """Stack one output of each member into one pytree, members first.
+    """Stack one output of each member into one pytree or dataclass, members first.
 
     Raises:
         ValueError: If they have different shapes.
     """
+    if is_own_dataclass(outputs[0]) and all(type(output) is type(outputs[0]) for output in outputs):
+        return map_fields(joined, outputs)
+    if all(isinstance(output, bool | int | float | str) and output == outputs[0] for output in outputs):
+        return outputs[0]
     stacked = stack_outputs(outputs)
     if isinstance(stacked, Unlike):
         shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):  # dataclasses, for example
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
             raise ValueError(f"outputs of type {shapes[0]} cannot be stacked; call each member's own model instead")
         raise ValueError(f"the members' outputs differ ({shapes}); call each member's own model instead")
     return stacked
