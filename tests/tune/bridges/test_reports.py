@@ -282,7 +282,8 @@ class Kills(optuna.pruners.SuccessiveHalvingPruner):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().prune(study, trial)
 
-study = optuna.load_study(study_name="s", storage=open_storage(url), pruner=Kills(min_resource=1, reduction_factor=2))
+study = optuna.load_study(study_name="s", storage=open_storage(url), sampler=optuna.samplers.RandomSampler(seed=1),
+                          pruner=Kills(min_resource=1, reduction_factor=2))
 optimize(study, objective, n_trials=6, device="cpu")
 """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copyreg
 import importlib
 import pkgutil
+import sys
 import threading
 import time
 import warnings
@@ -119,7 +120,12 @@ def compile_graph(graph: GraphModule) -> Compiled:
     with torch.no_grad(), warnings.catch_warnings(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         warnings.simplefilter("ignore")
         joint_graph_passes(graph)
-        with config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES), _large_apart(), _same_keys():
+        with (
+            config.patch(combo_kernels=len(graph.graph.nodes) < FEW_NODES),
+            _large_apart(),
+            _same_keys(),
+            _recursion_limit(),
+        ):
             compiled = compile_fx_inner(graph, inputs)
 
     def run(tensors: list[Tensor]) -> None:
@@ -140,6 +146,16 @@ def _large_apart() -> Iterator[None]:
         yield
     finally:
         combos.LARGE_NUMELS = before
+
+
+@contextmanager
+def _recursion_limit() -> Iterator[None]:
+    """Restore the program's recursion limit after this context; Inductor raises it."""
+    before = sys.getrecursionlimit()
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @contextmanager
