@@ -61,7 +61,7 @@ class Run(UnitListener):
             numbers: Numbers for its units; by default 1, 2, 3.
             all_members: All members, also ended ones and those of other processes; added members come last.
             before_turn: Called before each turn with the number of batches that each member will have trained after it.
-            between: Called once a round.
+            between: Called once a round, in runs without callbacks.
             supervisor: Decides between rounds which paused members continue.
         """
         self.planning, self.folder, self.callbacks, self.controls = planning, folder, callbacks, controls
