@@ -39,7 +39,7 @@ def cluster(workers: int = 4, rate: float = 100 * MBIT, server: float | None = N
         server=Device(memory=more.pop("server_memory", None)),
         link=link,
         server_link=Link(server, server) if server is not None else link,
-        handling=Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0),
+        handling=more.pop("handling", Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.0)),
         **more,
     )
 
@@ -117,6 +117,31 @@ def test_one_machine_where_the_link_is_slow_and_not_where_it_is_fast(graph: Laye
     fast = CostModel(graph, cluster(rate=1e12), [4] * 4, profile(graph)).alternatives()[0]
     assert slow.mode == "one machine" and fast.mode != "one machine"
     assert fast.seconds < slow.seconds
+
+
+def test_a_link_in_both_directions_at_once_is_slower(graph: LayerGraph) -> None:
+    """An exchange among workers sends and receives at once, and so do several micro-batches; one goes up, then down."""
+    handling = Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.5)
+    ideal, real = (
+        CostModel(graph, cluster(**more), [4] * 4, profile(graph, 0.0)) for more in ({}, {"handling": handling})
+    )
+    data_parallel = [next(a for a in m.alternatives() if a.mode == "data parallel") for m in (ideal, real)]
+    assert data_parallel[1].seconds == pytest.approx(1.5 * data_parallel[0].seconds)
+    assert data_parallel[1].bytes_both == data_parallel[0].bytes_both
+    server = [next(a for a in m.alternatives() if a.mode == "parameter server") for m in (ideal, real)]
+    assert server[1].seconds == pytest.approx(server[0].seconds)
+    ideal, real = (
+        CostModel(graph, cluster(**more), [4] * 4, profile(graph, 0.0), sync="server")
+        for more in ({}, {"handling": handling})
+    )
+    assert real.placed_at(graph.cuts[1], 1).seconds == pytest.approx(ideal.placed_at(graph.cuts[1], 1).seconds)
+    assert real.placed_at(graph.cuts[1], 4).seconds > ideal.placed_at(graph.cuts[1], 4).seconds
+
+
+def test_one_machine_spends_time_on_each_parameter(graph: LayerGraph) -> None:
+    handling = Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.01)
+    ideal, real = (CostModel(graph, cluster(**more), [4] * 4, profile(graph)) for more in ({}, {"handling": handling}))
+    assert real.one_machine().seconds == pytest.approx(ideal.one_machine().seconds + 6 * 0.01)
 
 
 def test_shared_cores_take_turns(graph: LayerGraph) -> None:

@@ -35,6 +35,8 @@ STATE_FACTORS = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of optimizer state for each byte of a parameter: SGD with momentum, Adam."""
 MOST_ALTERNATIVES = 40
 """The most alternatives that a placement stores."""
+MOST_PER_CORE = 2
+"""While a worker's layers are timed, at most so many processes compute on each core; more slow them down no further."""
 MODES = (PLACED, PARAMETER_SERVER, DATA_PARALLEL, ONE_MACHINE)
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")
 ProfileLike = Profile | Placement | str | os.PathLike[str]
@@ -108,8 +110,9 @@ def place(
         threads = None if cores is None else 1  # workers that share a CPU have a thread each
         make_profile = partial(_profile, graph, sample, rows, measure, speed)
         worker_profile = make_profile(device, threads)
-        if worker_profile.measured and cores is not None and cores > 1:
-            worker_profile, server = make_profile(device, threads, min(cores, cluster.size) - 1), worker_profile
+        if worker_profile.measured and cores is not None and cluster.size > 1:
+            beside = min(cluster.size, MOST_PER_CORE * cores) - 1
+            worker_profile, server = make_profile(device, threads, beside), worker_profile
         on_gpu = worker_profile.measured and worker_profile.device != "cpu"
         if on_gpu and server_speed == 1.0 and server_profile is None:
             server = make_profile("cpu")

@@ -201,7 +201,7 @@ class CostModel:
         link, server, count = self.cluster.link, self.cluster.server_link, self.cluster.size
         up, down = link.seconds_up(transfer.up), link.seconds_down(transfer.down)
         if transfer.peers:
-            return up, down
+            return self.cluster.handling.both_ways * up, self.cluster.handling.both_ways * down
         return max(up, server.seconds_up(count * transfer.up)), max(down, server.seconds_down(count * transfer.down))
 
     def _at_cut(self, cut: int, micro: int = 1) -> Transfer:
@@ -270,6 +270,8 @@ class CostModel:
         sent, applied = _count(layers, ways), _count(layers, [i for i, way in ways.items() if way != "server"])
         placed = cut < len(layers)
         cut_up, cut_down = self._seconds(self._at_cut(cut, micro)) if placed else (0.0, 0.0)
+        if micro > 1:  # the next one's tensors go up while gradients come down
+            cut_up, cut_down = handling.both_ways * cut_up, handling.both_ways * cut_down
         at_end = handling.step + 2 * count * handling.message  # for each worker its last message and its next task
         statistics = [
             max(self._seconds(t)) + (count - 1) * latency / 2 + handling.exchange for t in self._statistics(cut)
@@ -307,12 +309,14 @@ class CostModel:
 
     def one_machine(self) -> Alternative:
         """Return the cost of the whole batch on the best of the devices."""
-        rows, weights = sum(self.rows), sum(layer.trained_bytes for layer in self.graph.layers)
+        layers, rows = self.graph.layers, sum(self.rows)
+        weights = sum(layer.trained_bytes for layer in layers)
+        overhead = self.cluster.handling.parameter * _count(layers, range(len(layers)))
         memory, options = self._training_bytes(slice(None), rows, self.state_factor), []
         choices = [(self.profile, device) for device in self.cluster.workers]
         for profile, device in [*choices, (self.server_profile, self.cluster.server)]:
             forward, backward = self._layer_times(profile, rows)
-            seconds = (sum(forward) + sum(backward) + profile.update_seconds * weights) / device.speed
+            seconds = (sum(forward) + sum(backward) + profile.update_seconds * weights) / device.speed + overhead
             fits = device.memory is None or memory <= device.memory
             options.append(
                 (not fits, seconds, "" if fits else _too_small_message("the machine", memory, device.memory or 0))

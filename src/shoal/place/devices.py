@@ -40,6 +40,9 @@ class Handling:
     """For each step: rows, updates, random numbers."""
     parameter: float = 2e-5
     """For each parameter whose gradient is sent, summed or applied, whatever its size."""
+    both_ways: float = 1.15
+    """How many times longer data takes over a link that carries data in both directions: acknowledgements wait behind
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
