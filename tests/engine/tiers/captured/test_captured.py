@@ -184,6 +184,7 @@ def test_a_step_that_is_compiled_meanwhile_equals_the_reference_loop(chunk: int)
     unit = CapturedUnit([trace_cache.recipe(m) for m in members], trace_cache, {}, chunk=chunk, compiled=False)
     measured: list[float | None] = []
     unit.compile_meanwhile(lambda *seconds: measured.extend(seconds))
+    unit.step_seconds = 60.0  # the batches that are left take long enough for the compiled step to be loaded
     run([unit], Patient(Halving()))
     assert unit.compiled and len(measured) == 2
     for member, own in zip(members, jobs, strict=True):
