@@ -241,6 +241,21 @@ def draw_columns(draw: Draw, members: int, device: torch.device) -> list[Any]:
     return [_column([row[i] for row in rows], len(draw.shape), device) for i in range(len(rows[0]))]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawSource:
+    """What the elements of a counter-based mask are made of, for kernels that make them where they use them.
+
+    All are [M] on the device, `int64` but for the scales, which have the mask's dtype. An element of a member is its
+    scale where `counter_bits` of (seed, step, site, element) are below its limit, and zero elsewhere.
+    """
+
+    seeds: Tensor
+    steps: Tensor
+    sites: Tensor
+    limits: Tensor
+    scales: Tensor
+
+
 def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: Sequence[Any] | None = None) -> Tensor:
     """Return the values of one draw for members with these seeds at these steps, members first.
 

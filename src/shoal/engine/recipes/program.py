@@ -20,12 +20,12 @@ from shoal.engine import rules
 from shoal.engine.rules.op_context import NotStackable, OpContext
 from shoal.engine.tracing.signature import PerMember, arguments_of, difference, lift, skeleton
 from shoal.engine.tracing.trace import Trace, origin
-from shoal.utils.randomness import Draw
+from shoal.utils.randomness import Draw, DrawSource
 
 MOST_PROGRAMS = 256
 """The most programs that `Programs` keeps."""
 Noise = Callable[[int], Tensor]
-"""Returns the value of the step's n-th random draw, members first."""
+"""Returns the value of the step's n-th random draw, members first. It may have a method `source`, see `DrawSource`."""
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class Program:
             return run, [*self._slots(node.args), *self._slots(tuple(node.kwargs.values()))]
         ctx = OpContext(
             node, arguments, self.members, self.device, self._carries.__contains__, self.draws, self._draw,
-            self.deterministic,
+            self._source, self.deterministic,
         )  # fmt: skip
         return rules.find(ctx), self._slots(arguments)
 
@@ -232,6 +232,10 @@ class Program:
 
     def _draw(self, index: int) -> Tensor:
         return self._noise(index)
+
+    def _source(self, index: int) -> DrawSource | None:
+        source = getattr(self._noise, "source", None)
+        return None if source is None else source(index)
 
     def _arguments(self, index: int, node: Node) -> tuple[Any, ...]:
         """Return all arguments in the schema's order, with members' own numbers filled in."""

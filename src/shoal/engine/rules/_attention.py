@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.kernels import attention as kernels
 from shoal.engine.rules._linear import batched, widened
 from shoal.engine.rules._per_member import spread
 from shoal.engine.rules._product import product
 from shoal.engine.rules._registry import in_full_precision, numbers_of, once_per_member, rule
 from shoal.engine.rules.op_context import NotStackable, OpContext, Run, fold, pad_dims, unfold
 from shoal.engine.tracing.signature import PerMember
-from shoal.utils.randomness import Draw
+from shoal.utils.randomness import Draw, DrawSource
 
 aten = torch.ops.aten
 
@@ -70,13 +71,16 @@ def _plain_attention(ctx: OpContext, drops: bool) -> Run:
         raise NotStackable("attention with dropout on rows that are not in a batch")
     p = numbers_of(ctx.args[4], max(members, 1))
     shape = (*ctx.out.shape[:-1], k_meta.shape[-2])
-    draw = ctx.draw(Draw("dropout", shape, ctx.out.dtype, None, tuple((v,) for v in p))) if drops else lambda: None
+    draw = ctx.draw(Draw("dropout", shape, ctx.out.dtype, None, tuple((v,) for v in p))) if drops else None
     flags = [bool(members) and ctx.args[i] is not None and ctx.stacked(i) for i in range(4)]
     mask_ndim = ctx.ndim(3) if ctx.args[3] is not None else 0
     scale = _scale(ctx)
     repeats = [1, *(q_meta.shape[-3] // meta.shape[-3] if grouped else 1 for meta in (k_meta, v_meta))]
 
     softmax = _softmax if ctx.args[3] is None else _masked_softmax
+    kernel = _kernel(ctx, shape) if drops else None
+    if kernel is not None:
+        kernels.prepare(kernel, ctx.device)
 
     def expand_leading(x: Tensor, ndim_of_x: int, times: int) -> Tensor:
         """Expand all leading dimensions to those of the result; heads that queries share are repeated."""
@@ -88,6 +92,13 @@ def _plain_attention(ctx: OpContext, drops: bool) -> Run:
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _p: Any, causal: bool, *_: Any) -> Tensor:
         if members:
             q, k, v = (widened(x, flag, members) for x, flag in zip((q, k, v), flags[:3], strict=True))
+        constant_mask = mask is None or not mask.requires_grad
+        source = draw.source() if kernel is not None and draw is not None and constant_mask else None
+        if kernel is not None and source is not None and kernels.ready(kernel, ctx.device):
+            if mask is not None:
+                mask = pad_dims(mask, mask_ndim, len(shape)) if flags[3] else mask
+                mask = _additive(mask, kernel.dtype).expand(*([members] if members else []), *shape)
+            return _by_kernel(kernel, q, k, v, mask, source, scale, members)
         dims = (ndim, k_meta.dim(), v_meta.dim())
         q, k, v = (
             expand_leading(x, ndim_of_x, times) for x, ndim_of_x, times in zip((q, k, v), dims, repeats, strict=True)
@@ -96,21 +107,60 @@ def _plain_attention(ctx: OpContext, drops: bool) -> Run:
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             mask = pad_dims(mask, mask_ndim, len(shape)) if flags[3] else mask
-            if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -math.inf)
-        constant_mask = mask is None or not mask.requires_grad
+            mask = _additive(mask, q.dtype) if mask.dtype == torch.bool else mask
+        dropout = None if draw is None else draw()
         if constant_mask and q.dtype in _WHOLE and not torch.is_autocast_enabled(q.device.type):
-            out: Tensor = Attention.apply(q, k, v, mask, draw(), scale, softmax)  # type: ignore[no-untyped-call]
+            out: Tensor = Attention.apply(q, k, v, mask, dropout, scale, softmax)  # type: ignore[no-untyped-call]
             return out
         if mask is not None and ctx.deterministic:
             mask = spread(mask, shape) if flags[3] else mask
         root = scale**0.5
         weights = batched(q * root, k.mT * root)
         weights = weights if mask is None else weights + mask.to(weights.dtype)
-        share, dropout = softmax(weights), draw()
+        share = softmax(weights)
         return batched(share if dropout is None else share * dropout, v)
 
     return run
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers to add, in which what a boolean mask leaves out is minus infinity."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _kernel(ctx: OpContext, weights: tuple[int, ...]) -> kernels.Shape | None:
+    """Return the shape of the kernels that compute this attention with dropout, or None if there are none.
+
+    Args:
+        weights: The shape of one member's products of queries and keys.
+    """
+    q, k, v = (ctx.meta(i) for i in range(3))
+    plain = len({tuple(x.shape[:-2]) for x in (q, k, v)}) == 1 and q.dim() in (3, 4)
+    if not plain or v.shape[-1] != q.shape[-1] or isinstance(ctx.args[6], PerMember):
+        return None
+    has_mask = ctx.args[3] is not None
+    shape = kernels.Shape(ctx.out.dtype, q.shape[-1], q.shape[-2], k.shape[-2], bool(ctx.args[5]), has_mask)
+    return shape if kernels.suits(ctx.device, shape, math.prod(weights)) else None
+
+
+def _by_kernel(
+    kernel: kernels.Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, source: DrawSource, scale: float,
+    members: int,
+) -> Tensor:  # fmt: skip
+    """Call the kernels on [M, B, H, T, D]."""
+
+    def five_dims(x: Tensor) -> Tensor:
+        x = x if members else x.unsqueeze(0)
+        return x if x.dim() == 5 else x.unsqueeze(1)
+
+    shape = q.shape
+    q, k, v = (five_dims(x.to(kernel.dtype)) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    wide = None if mask is None else five_dims(mask)
+    out: Tensor = kernels.DroppedAttention.apply(q, k, v, wide, source, kernel.causal, scale)  # type: ignore[no-untyped-call]
+    return out.view(shape)
 
 
 def _softmax(weights: Tensor) -> Tensor:

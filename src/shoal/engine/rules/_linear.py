@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.engine.rules._product import Linear, Product
+from shoal.engine.rules._product import Linear, Product, RowBias
 from shoal.engine.rules._registry import general, in_full_precision, once_per_member, rule
 from shoal.engine.rules.op_context import NotStackable, OpContext, Run, pad_dims
 
@@ -97,10 +97,13 @@ def addmm(ctx: OpContext) -> Run:
         if shares_weights:
             return torch.addmm(bias, x.flatten(0, 1), y).view(*x.shape[:2], -1)
         ndim = bias.dim() - flags[0]
-        bias = pad_dims(widened(bias, flags[0], members), ndim, 2)
-        if x.device.type == "cpu":
-            return bmm(widened(x, flags[1], members), widened(y, flags[2], members)) + bias
-        return torch.baddbmm(bias, widened(x, flags[1], members), widened(y, flags[2], members))
+        bias, x, y = (widened(value, flag, members) for value, flag in zip((bias, x, y), flags, strict=True))
+        bias, x, y = cast(bias, x, y)  # type: ignore[assignment]  # none of them is None
+        product = bmm(x, y)
+        if ndim != 1:
+            return product + pad_dims(bias, ndim, 2)
+        out: Tensor = RowBias.apply(product, bias)  # type: ignore[no-untyped-call]
+        return out
 
     return run
 

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.engine.optim.compile_fence import is_traced
-
 _BOUNDARY = 16
 """In elements: 64 bytes of float32, which is the longest vector and the alignment of every allocation."""
 SIDE = 4
@@ -39,11 +37,11 @@ def product(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None = None) -> Tens
 
 
 def _biased(a_MNK: Tensor, b_MKO: Tensor, bias_MO: Tensor | None) -> Tensor:
-    """Compute a product with a bias. In a compiled step on a GPU the addition is separate, since it fuses with the next
-    operators; `baddbmm` would expand the bias in memory first."""
+    """Compute a product with a bias. On a GPU the addition is separate, since it fuses with the next operators;
+    `baddbmm` would expand the bias in memory first."""
     if bias_MO is None:
         return torch.bmm(a_MNK, b_MKO)
-    if a_MNK.device.type != "cpu" and is_traced():
+    if a_MNK.device.type != "cpu":
         return torch.bmm(a_MNK, b_MKO) + bias_MO.unsqueeze(1)
     return torch.baddbmm(bias_MO.unsqueeze(1), a_MNK, b_MKO)
 
@@ -82,8 +80,26 @@ class Linear(torch.autograd.Function):
         return (
             product(grad_MBO, weight_MOI.conj()) if of_x else None,
             product(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
-            (grad_MBO.contiguous() if grad_MBO.device.type == "cpu" else grad_MBO).sum(1) if of_bias else None,
+            row_sums(grad_MBO) if of_bias else None,
         )
+
+
+def row_sums(grad_MBO: Tensor) -> Tensor:
+    """Return the gradient of a bias that was added to every row."""
+    return (grad_MBO.contiguous() if grad_MBO.device.type == "cpu" else grad_MBO).sum(1)
+
+
+class RowBias(torch.autograd.Function):
+    """A bias added to every row of each matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MBO: Tensor, bias_MO: Tensor) -> Tensor:
+        return x_MBO + bias_MO.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None]:
+        (grad_MBO,) = grads
+        return grad_MBO, row_sums(grad_MBO) if ctx.needs_input_grad[1] else None
 
 
 class Product(torch.autograd.Function):

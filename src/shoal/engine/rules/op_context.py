@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.rules._per_member import layout_of, rows, together
 from shoal.engine.tracing.signature import PerMember, liftable
-from shoal.utils.randomness import Draw
+from shoal.utils.randomness import Draw, DrawSource
 
 
 class NotStackable(Exception):
@@ -41,6 +41,7 @@ class OpContext:
     """Returns whether a node's value has the member axis."""
     draws: list[Draw] = field(default_factory=list)
     noise: Callable[[int], Tensor] = field(default=lambda index: torch.empty(0))
+    source: Callable[[int], DrawSource | None] = field(default=lambda index: None)
     deterministic: bool = False
     """Whether a member's bits must depend on that member alone."""
 
@@ -102,11 +103,25 @@ class OpContext:
         dimensions."""
         return torch.tensor(value.values, dtype=dtype, device=self.device).view(-1, *[1] * ndim)
 
-    def draw(self, draw: Draw) -> Callable[[], Tensor]:
-        """Register a random draw. The returned function gives its value, members first, while the step runs."""
+    def draw(self, draw: Draw) -> Drawn:
+        """Register a random draw. Calling the result gives its value, members first, while the step runs."""
         self.draws.append(draw)
-        index = len(self.draws) - 1
-        return lambda: self.noise(index)
+        return Drawn(self, len(self.draws) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A random draw of a step that runs."""
+
+    ctx: OpContext
+    index: int
+
+    def __call__(self) -> Tensor:
+        return self.ctx.noise(self.index)
+
+    def source(self) -> DrawSource | None:
+        """Return what the elements of a mask are made of, if a kernel can make them itself."""
+        return self.ctx.source(self.index)
 
 
 def one_by_one(ctx: OpContext) -> bool:

@@ -8,7 +8,7 @@ with decisions of the host (is the loss finite?) turned into masks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +25,7 @@ from shoal.engine.tiers.captured._recording import Recording
 from shoal.engine.tiers.unit import context_lost
 from shoal.engine.tracing.trace import autocast
 from shoal.utils import cuda_kernels
-from shoal.utils.randomness import Draw, counter_draw, draw_columns, site_numbers
+from shoal.utils.randomness import MASKS, Draw, DrawSource, counter_draw, draw_columns, site_numbers
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 """How far fused kernels may be from the operators themselves, by the lowest precision in the step, so that a mistake
@@ -124,14 +124,37 @@ class StepDraws:
         numbers = site_numbers(draws, members)
         self._sites = [torch.tensor(row, dtype=torch.int64, device=device) for row in numbers]
 
-    def of(self, seeds: Tensor, counts: Tensor) -> Callable[[int], Tensor]:
-        """Return a function from a draw's number to its values [M, ...], for members with these seeds at these
-        batches."""
+    def of(self, seeds: Tensor, counts: Tensor, *, solo: bool = False) -> CounterNoise:
+        """Return the draws of members with these seeds at these batches.
 
-        def value(index: int) -> Tensor:
-            return counter_draw(self._draws[index], seeds, counts, self._sites[index], self._columns[index])
+        Args:
+            solo: Values of the one member have no member axis.
+        """
+        return CounterNoise(self._draws, self._columns, self._sites, seeds, counts, solo)
 
-        return value
+
+@dataclass(frozen=True, slots=True)
+class CounterNoise:
+    """The random draws of one batch, by their number in the step."""
+
+    draws: Sequence[Draw]
+    columns: Sequence[list[Any]]
+    sites: Sequence[Tensor]
+    seeds: Tensor
+    counts: Tensor
+    solo: bool
+
+    def __call__(self, index: int) -> Tensor:
+        """Return the values of a draw, members first."""
+        value = counter_draw(self.draws[index], self.seeds, self.counts, self.sites[index], self.columns[index])
+        return value[0] if self.solo else value
+
+    def source(self, index: int) -> DrawSource | None:
+        """Return what the elements of a mask are made of; None for other draws."""
+        if self.draws[index].kind not in MASKS:
+            return None
+        limits, scales = self.columns[index]
+        return DrawSource(self.seeds, self.counts, self.sites[index], limits, scales)
 
 
 class Step:
@@ -258,11 +281,8 @@ class Step:
         self, stack: Stack, batch: list[Tensor], inputs: Inputs
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """Run the forward pass, and return losses, logs and buffers."""
-        solo, drawn = not self.program.members, self.draws.of(inputs.seeds, inputs.count)
-
-        def noise(index: int) -> Tensor:
-            return drawn(index)[0] if solo else drawn(index)
-
+        solo = not self.program.members
+        noise = self.draws.of(inputs.seeds, inputs.count, solo=solo)
         state = stack.state
         if solo:
             state = [_laid_out(t[0]) for t in state[: len(stack.params)]] + [t[0] for t in stack.buffers]
