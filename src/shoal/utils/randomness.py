@@ -267,7 +267,7 @@ def counter_draw(draw: Draw, seed: Tensor, step: Tensor, site: Tensor, columns: 
     columns = draw_columns(draw, members, seed.device) if columns is None else columns
     kind = draw.kind
     if kind in MASKS:
-        return _counter_mask(seed, step, site, columns[0], columns[1], count).view(shape)
+        return draw_mask(DrawSource(seed, step, site, columns[0], columns[1]), count).view(shape)
     if kind == "permutation":
         return counter_bits(seed, step, site, count).argsort(dim=1, stable=True).to(draw.dtype)
     unit = ((counter_bits(seed, step, site, count).view(shape)).double() + 0.5) * 2.0**-32
@@ -294,8 +294,9 @@ def _column(values: Sequence[float], ndim: int, device: torch.device) -> Any:
     return torch.tensor(values, device=device, dtype=torch.float64).view(-1, *[1] * ndim)
 
 
-def _counter_mask(seed: Tensor, step: Tensor, site: Tensor, limits: Tensor, scales: Tensor, count: int) -> Tensor:
+def draw_mask(source: DrawSource, count: int) -> Tensor:
     """Return a mask [M, count]: each member's scale where its bits are below its limit, zero elsewhere."""
+    seed, step, site, limits, scales = source.seeds, source.steps, source.sites, source.limits, source.scales
     fits = count < 2**31 and len(seed) < 2**16 and scales.dtype.itemsize <= 8
     if seed.is_cuda and fits and cuda_kernels.available():
         from shoal.utils.mask_kernel import counter_mask, write_mask

@@ -9,28 +9,19 @@ import torch
 from torch import Tensor
 
 from shoal.engine.kernels import attention
-from shoal.utils.randomness import Draw, DrawSource, counter_draw, draw_columns
+from shoal.utils.randomness import Draw, DrawSource, draw_columns
 
 MEMBERS = 3
 Sizes = tuple[int, int, int, int, int]
 """Rows, heads, queries, keys, width of a head."""
 
 
-def source(sizes: Sizes, rate: float, dtype: torch.dtype, device: str) -> tuple[DrawSource, Tensor]:
-    """Return what the mask is made of, and the mask."""
+def source(sizes: Sizes, rate: float, dtype: torch.dtype, device: str) -> DrawSource:
     draw = Draw("dropout", sizes[:4], dtype, None, ((rate,),) * MEMBERS)
     seeds = torch.tensor([3, -(2**62), 2**40 + 1], device=device)
     steps, sites = torch.tensor([0, 7, 2**33], device=device), torch.tensor([0, 5, 1], device=device)
     columns = draw_columns(draw, MEMBERS, torch.device(device))
-    return DrawSource(seeds, steps, sites, *columns), counter_draw(draw, seeds, steps, sites, columns)
-
-
-def by_operators(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor, causal: bool) -> Tensor:
-    weights = q @ k.mT / math.sqrt(q.shape[-1])
-    weights = weights if mask is None else weights + mask.to(q.dtype)
-    if causal:
-        weights = weights.masked_fill(~torch.ones_like(weights[0, 0, 0], dtype=torch.bool).tril(), -math.inf)
-    return (torch.ops.aten._safe_softmax(weights, -1) * kept.to(q.dtype)) @ v
+    return DrawSource(seeds, steps, sites, *columns)
 
 
 def mask_of(kind: str | None, sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor | None:
@@ -47,6 +38,7 @@ def mask_of(kind: str | None, sizes: Sizes, dtype: torch.dtype, device: str) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("sizes", "causal", "kind", "rate"),
@@ -67,12 +59,13 @@ def test_it_equals_the_operators(sizes: Sizes, causal: bool, kind: str | None, r
     lengths = (queries, keys, keys)
     given = [torch.randn(MEMBERS, rows, n, heads, width, device=device).to(dtype) for n in lengths]
     q, k, v = (x.transpose(2, 3).requires_grad_() for x in given)
-    mask, (drawn, kept) = mask_of(kind, sizes, dtype, device), source(sizes, rate, dtype, device)
+    mask, drawn = mask_of(kind, sizes, dtype, device), source(sizes, rate, dtype, device)
     shape = attention.Shape(dtype, width, queries, keys, causal, mask is not None)
-    assert attention.suits(torch.device(device), shape, kept[0].numel()) and attention.ready(shape, q.device)
+    assert attention.suits(torch.device(device), shape, math.prod(sizes[:4])) and attention.ready(shape, q.device)
     out = attention.DroppedAttention.apply(q, k, v, mask, drawn, causal, 1 / math.sqrt(width))
     a, b, c = (x.detach().double().requires_grad_() for x in (q, k, v))
-    expected = by_operators(a, b, c, mask, kept, causal)
+    exact = mask if mask is None else mask.double()
+    expected = attention.by_operators(a, b, c, exact, drawn, causal, 1 / math.sqrt(width))
     grad = torch.randn_like(expected).to(dtype)
     out.backward(grad)
     expected.backward(grad.double())
@@ -80,6 +73,20 @@ def test_it_equals_the_operators(sizes: Sizes, causal: bool, kind: str | None, r
         assert ours is not None and theirs is not None and bool(torch.isfinite(ours).all())
         bound = 2e-2 if dtype == torch.bfloat16 else 4e-3
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gradient_can_be_differentiated_again() -> None:
+    sizes = (2, 2, 20, 20, 16)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(MEMBERS, 2, 2, 20, 16, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    drawn = source(sizes, 0.2, torch.bfloat16, "cuda")
+    second = []
+    for function in (attention.DroppedAttention.apply, attention.by_operators):
+        (first,) = torch.autograd.grad(function(q, k, v, None, drawn, False, 0.25).sum(), q, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), k)[0].double())
+    assert (second[0] - second[1]).norm() <= 3e-2 * second[1].norm()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ where they lie, and neither products nor masks are ever in memory.
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.utils.randomness import DrawSource
+from shoal.utils.randomness import DrawSource, draw_mask
 
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_WIDTH = 128
@@ -109,11 +111,15 @@ def ready(shape: Shape, device: torch.device) -> bool:
     return _compiled[shape.key, device].result()
 
 
-def forget_threads() -> None:
+def _forget_threads() -> None:
     """Forget what other threads were compiling, in a forked process, which has none of them."""
     global _LOCK
     _LOCK = threading.Lock()
     _compiled.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _compile(shape: Shape, device: torch.device, future: Future[bool]) -> None:
@@ -262,8 +268,29 @@ class DroppedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        of_inputs = attention_with_dropout_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
+        q, k, v, mask, _, _, *drawn = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient itself is differentiated, for which there are no kernels
+            inputs = [x for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if needed]
+            out = by_operators(q, k, v, mask, DrawSource(*drawn), ctx.causal, ctx.scale)
+            found = iter(torch.autograd.grad(out, inputs, grads[0], create_graph=True))
+            of_inputs = tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:3])
+        else:
+            of_inputs = attention_with_dropout_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
         return (*of_inputs, None, None, None, None)
+
+
+def by_operators(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, source: DrawSource, causal: bool, scale: float
+) -> Tensor:
+    """Compute the same attention with tensor operators, which autograd can differentiate any number of times."""
+    weights = q @ k.mT * scale
+    weights = weights if mask is None else weights + mask
+    if causal:
+        below = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        weights = weights.masked_fill(below.logical_not(), -math.inf)
+    kept = draw_mask(source, math.prod(weights.shape[1:])).view(weights.shape)
+    out: Tensor = (torch.ops.aten._safe_softmax(weights, -1) * kept) @ v
+    return out
 
 
 def _power_of_two(number: int) -> int:
