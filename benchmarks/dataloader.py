@@ -6,10 +6,12 @@ of the training.
     python benchmarks/dataloader.py --device cuda --workers 8 --image 32 --batch-size 128
     python benchmarks/dataloader.py --out benchmarks/results/dataloader-cpu.json
 
-The loader's own speed is that of iterating it and doing nothing with its batches, before and after the training. The
-first epoch of the training, with its set-up, is not counted; the others are from the end of the epoch before to their
-own, so that the start of the loader's workers is in all numbers. `--loop` adds a plain loop over the same loader that
-trains all networks one after the other on each batch. Medians count.
+The loader's own speed is that of iterating it epoch after epoch and doing nothing with its batches, before and after
+the training. Its first epoch, and that of the training with its set-up, are not counted; those of the training are from
+the end of the epoch before to their own, so that the start of the loader's workers is in all numbers. Neither is the
+training's last epoch, during which no other one starts. `begin` is how long the process that reads or trains waits
+until `iter(loader)` returns; where Shoal may start workers early, another process forks them meanwhile. `--loop` adds a
+plain loop over the same loader that trains all networks one after the other on each batch. Medians count.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import shoal
 from shoal.environment import environment
@@ -81,7 +84,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--work", type=int, default=1, help="additions of noise to each image")
     parser.add_argument("--wait", type=float, default=0.0, help="milliseconds for each image, with the core free")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="epochs of the training that count; of the loader alone twice as many"
+    )
     parser.add_argument("--loop", action="store_true", help="time the plain loop too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -101,22 +106,34 @@ def main() -> None:
     jobs = [
         shoal.Job(
             model=network, data=loader, loss=F.cross_entropy, hparams={"lr": 1e-3 * (1 + i % 4)}, seed=i,
-            epochs=given.rounds + 1,
+            epochs=given.rounds + 2,
         )
         for i in range(given.members)
     ]  # fmt: skip
-    for _ in range(given.rounds):
-        alone.append(given.batches / _time(loader))
+    begins = _note_begins()
+    _time(loader)
+
+    def time_alone() -> list[float]:
+        begins.clear()
+        alone.extend(given.batches / _time(loader) for _ in range(given.rounds))
+        return [*begins]
+
+    begins_alone = time_alone()
+    begins.clear()
     ends = Ends()
     results = shoal.train(jobs, device=given.device, callbacks=[ends], progress=False)
-    packed = [given.batches / (b - a) for a, b in pairwise(ends.seconds)]
-    for _ in range(given.rounds):
-        alone.append(given.batches / _time(loader))
+    packed = [given.batches / (b - a) for a, b in pairwise(ends.seconds[:-1])]
+    begins_packed = [*begins]
+    begins_alone += time_alone()
     if given.loop:
         looped = [given.batches / _loop(loader, network, given.members, given.device) for _ in range(given.rounds)]
     rows: dict[str, Any] = {
         "loader alone, batches/s": round(statistics.median(alone), 1),
         "shoal, batches/s": round(statistics.median(packed), 1),
+        "begin of each epoch of shoal, ms": [round(1e3 * begin) for begin in begins_packed],
+        "begin of each epoch of the loader alone, ms": [round(1e3 * begin) for begin in begins_alone],
+        "each epoch of shoal, batches/s": [round(x) for x in packed],
+        "each epoch of the loader alone, batches/s": [round(x) for x in alone],
         "tiers": sorted({result.tier for result in results}),
         "settings": {key: str(value) for key, value in vars(given).items() if key != "out"},
         "environment": environment(torch.device(given.device)),
@@ -134,6 +151,20 @@ def _time(loader: DataLoader[Any]) -> float:
     for _ in loader:
         pass
     return time.perf_counter() - start
+
+
+def _note_begins() -> list[float]:
+    """Return a list that gets the seconds of each beginning of an epoch with workers in this process."""
+    begins: list[float] = []
+    begin = _MultiProcessingDataLoaderIter.__init__
+
+    def noted(self: Any, loader: DataLoader[Any]) -> None:
+        start = time.perf_counter()
+        begin(self, loader)
+        begins.append(time.perf_counter() - start)
+
+    _MultiProcessingDataLoaderIter.__init__ = noted  # type: ignore[method-assign]
+    return begins
 
 
 def _loop(loader: DataLoader[Any], network: Any, members: int, device: str) -> float:

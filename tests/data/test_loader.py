@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import shoal
 from shoal.data import Pool
-from shoal.data._reading import Loader
+from shoal.data._loader import Loader
 from shoal.data.loader import LoaderSource
 from shoal.reference import solo
 from shoal.replaying import replay

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset
 
 import shoal
-from shoal.data import Pool
-from shoal.data._reading import Loader, Reading, _own_memory
+from shoal.data import Pool, _loader
+from shoal.data._loader import Loader, _own_memory
+from shoal.data._reading import Reading
 from shoal.data.loader import LoaderSource
 
 
@@ -88,7 +89,8 @@ def test_jobs_read_what_the_reference_reads(early: list[int], deterministic: boo
     assert_equal(results)
 
 
-def test_the_workers_start_before_the_last_batches_are_used() -> None:
+def test_the_workers_start_before_the_last_batches_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reading, "batches_while_starting", 0)
     source = Pool(CPU).open(loader_of(Noisy(80), batch_size=4)).source
     assert isinstance(source, LoaderSource)
     source.overlaps = True
@@ -102,6 +104,20 @@ def test_the_workers_start_before_the_last_batches_are_used() -> None:
     assert follower.reading is reader.next.reading
     assert all(torch.equal(a[0], b) for a, b in zip(follower, alone, strict=True))
     source.close()
+
+
+def test_the_workers_start_as_early_as_it_takes_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Pool(CPU).open(loader_of(Noisy(80), batch_size=4)).source
+    assert isinstance(source, LoaderSource)
+    source.overlaps = True
+    reader = source.read(0, 0, goes_on=True)
+    begun = next(place for place in range(1, 21) if next(reader) and reader.reading.batches_while_starting)
+    assert begun >= 2  # the speed of reading is known
+    monkeypatch.setattr(Reading, "batches_while_starting", 20)
+    next(reader)
+    assert reader.next is not None
+    source.close()
+    assert not multiprocessing.active_children()
 
 
 def test_jobs_of_other_lengths_and_data_seeds_share_a_loader(early: list[int]) -> None:
@@ -280,15 +296,17 @@ def test_a_loader_that_cannot_begin_early_begins_when_its_epoch_does(
 
 
 def test_little_shared_memory_holds_one_epoch(early: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.data._reading.shutil.disk_usage", lambda path: type("Usage", (), {"free": 2048}))
+    monkeypatch.setattr("shoal.data._loader.shutil.disk_usage", lambda path: type("Usage", (), {"free": 2048}))
     assert_equal(shoal.train(jobs(loader_of(Noisy()))))
     assert not early
 
 
 def test_little_memory_holds_the_workers_of_one_epoch(early: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = list[Any]()
     monkeypatch.setattr("shoal.engine.units.overlapping.free_bytes", lambda device: 4096)
+    monkeypatch.setattr(_loader, "Launcher", lambda *more: launched.append(more))
     assert_equal(shoal.train(jobs(loader_of(Noisy()))))
-    assert not early and _own_memory(os.getpid()) > 4096
+    assert not early and not launched and _own_memory(os.getpid()) > 4096
 
 
 def test_a_worker_that_raises_in_an_epoch_that_began_early(early: list[int]) -> None:

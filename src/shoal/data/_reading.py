@@ -7,124 +7,33 @@ seed and the epoch, and no other random stream is affected.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
-import shutil
-import signal
-import warnings
+import time
 import weakref
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)  # fmt: skip
 
-from shoal.data._items import generators_of, seed_generator, word
+from shoal.data._items import seed_generator, word
+from shoal.data._loader import Loader
 from shoal.errors import ReadError, describe
 from shoal.utils.gpu_randomness import uncounted
 from shoal.utils.locks import one_at_a_time
-from shoal.utils.random_state import NUMPY, PYTHON, Generator, get_state, restored, set_state
+from shoal.utils.random_state import Generator, get_state, restored, set_state
 
 MOST_AHEAD = 24
 """The most batches that are kept for slower readers; a reader that is further behind reads by itself."""
 HELD_BACK = 2
 """Batches that are kept after all have read them, since a member that leaves its unit repeats its last one."""
-SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers that keep nothing from one epoch to the next but their generators."""
-SHARED_MEMORY = "/dev/shm"
-"""Where workers put their batches."""
+EARLIER = 2.0
+"""How many times as early as seems necessary an epoch begins, since its first batches take a while too."""
 GLOBAL = 3
 """The number of generators at the start of a loader's list that are global: those of torch, numpy and Python."""
-
-
-class Loader:
-    """A DataLoader, with what is needed to read it."""
-
-    def __init__(self, loader: DataLoader[Any], device: torch.device, what: str) -> None:
-        self.loader, self.device, self.what = loader, device, what
-        self.parts = [*_parts(loader), loader.collate_fn]
-        own_generators = generators_of(loader, *self.parts)
-        self.generators: list[Generator] = [torch.default_generator, NUMPY, PYTHON, *own_generators]
-        self.free_memory: Callable[[], float] = lambda: math.inf
-        """Returns how many bytes of memory are free, as far as that is known."""
-        self._worker_bytes: int | None = None
-
-    def begin(self, epoch: int) -> Iterator[Any]:
-        """Start to iterate over it."""
-        loader, pins = self.loader, self.loader.pin_memory and self.device.type != "cpu"
-        if loader.persistent_workers or loader.pin_memory != pins:
-            # persistent workers would continue with the random states of the previous epoch; pinning memory would use
-            # the GPU, which this process may have to avoid: see `engine/runtime/guard.py`
-            loader = copy.copy(loader)
-            loader.__dict__.update(persistent_workers=False, _iterator=None, pin_memory=pins)
-        for part in _parts(loader):
-            set_epoch = getattr(part, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
-        with _without_interrupts(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; workers use nothing of theirs
-            return iter(loader)
-
-    @property
-    def may_overlap(self) -> bool:
-        """Whether an epoch may begin while the one before it is read: it has workers, and beginning it changes nothing
-        but generators."""
-        loader = self.loader
-        batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        order = batches.sampler if type(batches) is BatchSampler else batches
-        return (
-            loader.num_workers > 0
-            and not isinstance(loader.dataset, IterableDataset)
-            and type(order) in SAMPLERS
-            and not any(hasattr(part, "set_epoch") for part in self.parts)
-            and all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
-        )
-
-    @property
-    def most_waiting(self) -> int:
-        """The most batches that its workers have been asked for, or have ready."""
-        return self.loader.num_workers * (self.loader.prefetch_factor or 0)
-
-    def has_room(self, batch: Any, workers: Sequence[int]) -> bool:
-        """Return whether there is memory for the workers of two epochs, and for their batches, if all are like this.
-
-        Args:
-            workers: Ids of the processes of one epoch. Their memory is looked at once, since that takes a while.
-        """
-        if self._worker_bytes is None:
-            self._worker_bytes = sum(map(_own_memory, workers))
-        if self.free_memory() < 2 * self._worker_bytes:
-            return False
-        size = sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-        try:
-            return shutil.disk_usage(SHARED_MEMORY).free > 2 * self.most_waiting * size
-        except OSError:
-            return True
-
-    def move(self, batch: Any) -> Any:
-        """Return the batch on the device."""
-        _register_user_dict(batch)
-        return batch if self.device.type == "cpu" else pytree.tree_map(self._move, batch)
-
-    def _move(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(self.device, non_blocking=True)
-        return leaf.to(self.device) if callable(getattr(leaf, "to", None)) else leaf
 
 
 class Reading:
@@ -142,12 +51,19 @@ class Reading:
         """The error that reading the next batch raised; every reader gets it when it arrives there."""
         self._batches: Iterator[Any] | None = None
         self._closed = False
-        self._states: list[Any] = []
-        with one_at_a_time, restored(loader.generators):
-            for i, generator in enumerate(loader.generators):
+        self._first_read = 0.0
+        """When the first batch had been read."""
+        self._states = self._first_states()
+
+    def _first_states(self) -> list[Any]:
+        """Return the states of all generators at the beginning of the epoch."""
+        states: list[Any] = []
+        with one_at_a_time, restored(self.loader.generators):
+            for i, generator in enumerate(self.loader.generators):
                 salt = () if i < GLOBAL else (i, _first_seed(generator))
-                seed_generator(generator, word(seed, epoch, *salt))
-                self._states.append(get_state(generator))
+                seed_generator(generator, word(self.seed, self.epoch, *salt))
+                states.append(get_state(generator))
+        return states
 
     @property
     def usable(self) -> bool:
@@ -193,6 +109,18 @@ class Reading:
         """The ids of the loader's worker processes."""
         return [worker.pid for worker in getattr(self._batches, "_workers", ())]
 
+    @property
+    def batches_while_starting(self) -> int:
+        """How many batches are read in the time in which a launcher starts workers; 0 if unknown."""
+        waits: list[float | None] = [
+            getattr(worker, "seconds", None) for worker in getattr(self._batches, "_workers", ())
+        ]
+        count, passed = self.first + len(self._held) - 1, time.monotonic() - self._first_read
+        known = [wait for wait in waits if wait is not None]
+        if not known or len(known) < len(waits) or count < 1 or passed <= 0:
+            return 0
+        return math.ceil(EARLIER * max(known) * count / passed)
+
     def begin(self) -> None:
         """Start the loader's workers, which begin to read, before the first batch is wanted.
 
@@ -227,12 +155,15 @@ class Reading:
                     self._batches = self.loader.begin(self.epoch)
                 batch = next(self._batches, _END)
         except Exception as error:
+            if self._starts_again():
+                return self._read()
             position = f"batch {self.first + len(self._held) + 1} of epoch {self.epoch + 1}"
             self._error = ReadError(f"reading {position} of {self.loader.what} raised {_last_line(error)}")
             self._error.__cause__ = error
             self._end_workers()
             return
         if batch is not _END:
+            self._first_read = self._first_read or time.monotonic()
             self._held.append(self.loader.move(batch))
         elif self.first + len(self._held):
             self._end, self._batches = self.first + len(self._held), None
@@ -240,6 +171,20 @@ class Reading:
             self._error = ReadError(
                 f"{self.loader.what} gave no batch in epoch {self.epoch + 1}; it must give some each time it is read"
             )
+
+    def _starts_again(self) -> bool:
+        """If a launcher could not start a worker, begin the epoch without it, up to the same position, and return
+        True."""
+        if not any(getattr(worker, "failed_to_start", False) for worker in getattr(self._batches, "_workers", ())):
+            return False
+        self._end_workers()
+        self.loader.avoid_launching()
+        self._states = self._first_states()
+        with suppress(Exception), self._own_generators():  # what raises does so again at the next batch
+            self._batches = self.loader.begin(self.epoch)
+            for _ in range(self.first + len(self._held)):
+                next(self._batches)
+        return True
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
@@ -291,33 +236,16 @@ class Reader(Iterator[Any]):
         batch = self._follow().get(self.place)
         self.place += 1
         self.reading.let_go()
-        if self.open_next is not None and self.place >= self.last:
+        if self.open_next is not None and self.place >= self.last - self.reading.batches_while_starting:
             self._begin_next(self.open_next, batch)
         return batch
 
     def _begin_next(self, open_next: Callable[[], Reader], batch: Any) -> None:
-        """Start the workers of the next epoch, so that they start while those of this one read the last batches."""
+        """Start the workers of the next epoch, so that they start while those of this one read its last batches."""
         self.open_next = None
         if self.reading.loader.has_room(batch, self.reading.workers):
             self.next = open_next()
             self.next.reading.begin()
-
-
-def _parts(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the parts of a loader that may have `set_epoch`, as a DistributedSampler has."""
-    sampler: Any = getattr(loader, "sampler", None)
-    batches: Any = getattr(loader, "batch_sampler", None)
-    inner = getattr(batches, "sampler", None)
-    yield from {id(part): part for part in (sampler, batches, inner, loader.dataset) if part is not None}.values()
-
-
-def _own_memory(process: int) -> int:
-    """Return the bytes of memory that a process does not share with the one that forked it; 0 if unknown."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _first_seed(generator: Generator) -> int:
@@ -331,34 +259,9 @@ def _first_seed(generator: Generator) -> int:
     return 0
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Start processes inside this context that ignore Ctrl-C, which a terminal sends to all: the run ends its turn
-    first, and then them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-
-
 def _last_line(error: Exception) -> str:
     """Return the error's message, without the traceback that an error from a worker contains."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "Caught " in lines[0]:
         return lines[-1].strip()
     return describe(error)
-
-
-def _register_user_dict(batch: Any) -> None:
-    """Register a UserDict as a pytree, which collate functions of tokenizers return."""
-    kind = type(batch)
-    if isinstance(batch, UserDict) and kind not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(
-            kind,
-            lambda batch: (list(batch.values()), list(batch.keys())),
-            lambda values, keys: kind(dict(zip(keys, values, strict=True))),
-        )

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data._items import reachable as reachable
 from shoal.data._items import same
-from shoal.data._reading import Loader, Reading
+from shoal.data._loader import Loader
 from shoal.data._reading import Reader as Reader
+from shoal.data._reading import Reading
 from shoal.data.source import Source, as_bytes
 from shoal.errors import JobError, ReadError
 
@@ -65,6 +66,7 @@ class LoaderSource(Source):
         """
         reader = Reader(partial(self._open, seed, epoch), place)
         if goes_on and self.overlaps:
+            self.loader.launches = True
             reader.open_next, reader.last = partial(self.read, seed, epoch + 1), self.length - self.loader.most_waiting
         return reader
 
@@ -72,7 +74,7 @@ class LoaderSource(Source):
         for reading in self._readings:
             if (reading.seed, reading.epoch) == (seed, epoch) and reading.holds(place):
                 return reading
-        self.release()
+        self._close_unread()
         self._readings.append(Reading(self.loader, seed, epoch))
         self._readings[-1].skip_to(place)
         return self._readings[-1]
@@ -148,6 +150,11 @@ class LoaderSource(Source):
         self._held = small_batches
 
     def release(self) -> None:
+        self._close_unread()
+        if not self._readings:
+            self.loader.stop_launching()
+
+    def _close_unread(self) -> None:
         unread = [reading for reading in self._readings if not (reading.readers and reading.usable)]
         for reading in unread:
             reading.close()
@@ -157,6 +164,7 @@ class LoaderSource(Source):
         for reading in self._readings:
             reading.close()
         self._readings = []
+        self.loader.stop_launching()
 
     def fingerprint(self) -> str:
         """Return a hash of the loader's settings, and of its first batch if that is known to be the same when read
