@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from shoal.utils import gpu_randomness
 from shoal.utils.gpu_randomness import RANDOM, CounterMode, uncounted
+from shoal.utils.randomness import Draw, counter_draw
 
 CPU = torch.device("cpu")
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -78,6 +80,55 @@ def test_the_draws_are_those_of_a_mode_that_looks_at_every_operator(name: str) -
         assert torch.equal(a, b)
     if name not in ("rand", "randn", "randint", "randperm"):  # those are made, and then drawn
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def drawn_in(batches: Iterable[int], call: Callable[[Tensor], Tensor], mode: CounterMode | None = None) -> list[Tensor]:
+    """What a call draws in these batches; without a mode, each batch in its own, which draws nothing ahead."""
+    drawn = []
+    for batch in batches:
+        with mode or CounterMode(5, CPU) as counter:
+            counter.begin(batch)
+            drawn.append(call(X))
+    return drawn
+
+
+@pytest.mark.parametrize("name", ["dropout", "native dropout", "feature dropout", "bernoulli", "attention"])
+def test_masks_that_are_drawn_for_several_batches_at_once_are_those_of_each(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Batch after batch, again from an earlier one, and with gaps."""
+    made: list[int] = []
+
+    def noted(draw: Draw, seed: Tensor, *more: Any) -> Tensor:
+        made.append(len(seed))
+        return counter_draw(draw, seed, *more)
+
+    monkeypatch.setattr(gpu_randomness, "counter_draw", noted)
+
+    def call(x: Tensor) -> Tensor:
+        out = CALLS[name](x)
+        return torch.cat([value.flatten() for value in (out if isinstance(out, tuple) else (out,))])
+
+    batches = [*range(3, 90), *range(40, 50), 7, 8, 100, 90, 91]
+    expected, calls = drawn_in(batches, call), len(made)
+    made.clear()
+    drawn = drawn_in(batches, call, CounterMode(5, CPU))
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+    assert len(made) < calls / 3 and max(made) == gpu_randomness.MOST_AHEAD
+
+
+def test_only_small_masks_are_drawn_ahead_and_calls_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_randomness, "AHEAD_BYTES", 4 * X.nbytes)
+    mode, rates = CounterMode(5, CPU), [0.1, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.1]
+    for batch, rate in enumerate(rates):
+        rows = X[: 6 - batch // 3]
+        for x in (rows, X.repeat(100, 1)):
+
+            def call(_: Tensor, x: Tensor = x, rate: float = rate) -> Tensor:
+                return F.dropout(x, rate)
+
+            assert torch.equal(drawn_in([batch], call, mode)[0], drawn_in([batch], call)[0])
+        assert sum(masks.bytes for masks in mode._masks.values()) <= 4 * X.nbytes
 
 
 def test_rows_of_a_vmap_draw_by_the_counter() -> None:
