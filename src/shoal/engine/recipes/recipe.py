@@ -8,8 +8,9 @@ without a recipe raises `Untraceable` with the reason.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.data.loader import LoaderSource
+from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
 from shoal.engine.members.step import call_model, run_step, targets_of
 from shoal.engine.python_state.watch import Watch
@@ -138,6 +140,30 @@ class _Record:
     """Objects whose ids are in the key. They are kept alive so that no other object gets the same id."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What a batch looks like, and how to read it if a step must be traced."""
+
+    spec: str
+    shapes: Hashable
+    make: Callable[[], Any]
+
+    @classmethod
+    def like(cls, batch: Any) -> _Batch:
+        """Describe a batch.
+
+        Raises:
+            Untraceable: If no graph can take it.
+        """
+        leaves, spec = pytree.tree_flatten(batch)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
+        shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
+        return cls(repr(spec), shapes, lambda: batch)
+
+
 class TraceCache:
     """Makes recipes, and traces each distinct step once."""
 
@@ -160,6 +186,9 @@ class TraceCache:
         """A number for each kind of code, which does not depend on the floating-point numbers in it."""
         self._by_kind: dict[Hashable, Known] = {}
         """Recorded traces, by kind and by the shapes of the batch."""
+        self._batches: dict[tuple[int, int], tuple[TensorSource, _Batch]] = {}
+        """What batches of so many rows of a source look like; the source is kept alive, so that no other gets its
+        id."""
         self._stream_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
         self.programs = Programs(deterministic=deterministic)
@@ -188,8 +217,13 @@ class TraceCache:
 
     def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
         """Trace the training step on a batch of so many rows: `((loss, logs), buffers)`. `twice`: see `trace`."""
-        batch = sample(member, rows)
-        if member.data.source.streamed and not member.batched:
+        source, make = member.data.source, partial(sample, member, rows)
+        if (id(source), rows) in self._batches:
+            return self._step_on(member, replace(self._batches[id(source), rows][1], make=make), twice=twice)
+        batch = make()
+        if isinstance(source, TensorSource):
+            self._batches[id(source), rows] = source, replace(_Batch.like(batch), make=tuple)
+        if source.streamed and not member.batched:
             self._refuse_other_shapes(member, rows, batch)
         return self.step_on(member, batch, twice=twice)
 
@@ -205,9 +239,12 @@ class TraceCache:
 
     def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
         """Trace the training step on a batch like this one. `twice`: see `trace`."""
+        return self._step_on(member, _Batch.like(batch), twice=twice)
+
+    def _step_on(self, member: Member, batch: _Batch, *, twice: bool) -> Trace:
         job = member.job
         call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
-        return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
+        return self._graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
 
     def evaluation(self, model: nn.Module, what: Evaluation, batch: Any, *, twice: bool = True) -> Trace:
         """Trace an evaluation on a batch like this one. `twice`: see `trace`."""
@@ -245,28 +282,37 @@ class TraceCache:
     ) -> Trace:
         """Return `call(model, batch)` as a graph, traced once for all models, functions and batches that look the
         same."""
-        leaves, spec = pytree.tree_flatten(batch)
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise Untraceable("its batches hold something that is not a tensor")
-        if not all(leaf.layout == torch.strided for leaf in leaves):
-            raise Untraceable("its batches hold sparse tensors")
-        shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
+        like = _Batch.like(batch)
+        return self._graph(model, function, call, like, precision=precision, evaluating=evaluating, twice=twice)
+
+    def _graph(
+        self,
+        model: nn.Module,
+        function: Any,
+        call: Call,
+        batch: _Batch,
+        *,
+        precision: str | None,
+        evaluating: bool = False,
+        twice: bool = True,
+    ) -> Trace:
         if model not in self._prints:
             self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))
         function_objects: list[Any] = []
-        code = (self._prints[model], fingerprint(function, hold=function_objects), repr(spec), precision, evaluating)
-        key = (code, shapes)
+        code = (self._prints[model], fingerprint(function, hold=function_objects), batch.spec, precision, evaluating)
+        key = (code, batch.shapes)
         if key not in self._traces or self._traces[key].read.changes():
             kind = without_floats(code)
             result: Trace | Untraceable
             watch = Watch()
             watch.add(0, {"step": function}, model, private=True)  # the model's own attributes are in its fingerprint
             try:
-                model_on_device = _on_batch_device(model, leaves)
-                derivable = self._by_kind.setdefault((kind, shapes), [])
-                derived = derive(derivable, code, model_on_device, call, batch, reached=function, evaluating=evaluating)
+                rows = batch.make()
+                model_on_device = _on_batch_device(model, pytree.tree_leaves(rows))
+                derivable = self._by_kind.setdefault((kind, batch.shapes), [])
+                derived = derive(derivable, code, model_on_device, call, rows, reached=function, evaluating=evaluating)
                 result = derived or trace(
-                    model_on_device, call, batch, precision=precision, evaluating=evaluating, reached=function,
+                    model_on_device, call, rows, precision=precision, evaluating=evaluating, reached=function,
                     twice=twice and kind not in self._kinds,
                 )  # fmt: skip
                 if derived is None:
