@@ -28,8 +28,8 @@ from shoal.engine.recipes._within_epoch import refuse_changes
 from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.recipes.program import Programs
-from shoal.engine.tracing.derive import Known, derive, remember
-from shoal.engine.tracing.fingerprint import fingerprint, without_floats
+from shoal.engine.tracing.derive import Known, derive, remember, with_rates
+from shoal.engine.tracing.fingerprint import fingerprint, split_floats
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, skeleton
 from shoal.engine.tracing.trace import Call, Trace, same_graph, trace
@@ -219,7 +219,7 @@ class TraceCache:
         """Trace the training step on a batch of so many rows: `((loss, logs), buffers)`. `twice`: see `trace`."""
         source, make = member.data.source, partial(sample, member, rows)
         if (id(source), rows) in self._batches:
-            return self._step_on(member, replace(self._batches[id(source), rows][1], make=make), twice=twice)
+            return self.step_on(member, replace(self._batches[id(source), rows][1], make=make), twice=twice)
         batch = make()
         if isinstance(source, TensorSource):
             self._batches[id(source), rows] = source, replace(_Batch.like(batch), make=tuple)
@@ -239,12 +239,9 @@ class TraceCache:
 
     def step_on(self, member: Member, batch: Any, *, twice: bool = True) -> Trace:
         """Trace the training step on a batch like this one. `twice`: see `trace`."""
-        return self._step_on(member, _Batch.like(batch), twice=twice)
-
-    def _step_on(self, member: Member, batch: _Batch, *, twice: bool) -> Trace:
         job = member.job
         call = lambda model, batch: run_step(job, model, batch)  # noqa: E731
-        return self._graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
+        return self.graph(member.model, (job.step, job.loss), call, batch, precision=job.precision, twice=twice)
 
     def evaluation(self, model: nn.Module, what: Evaluation, batch: Any, *, twice: bool = True) -> Trace:
         """Trace an evaluation on a batch like this one. `twice`: see `trace`."""
@@ -282,41 +279,23 @@ class TraceCache:
     ) -> Trace:
         """Return `call(model, batch)` as a graph, traced once for all models, functions and batches that look the
         same."""
-        like = _Batch.like(batch)
-        return self._graph(model, function, call, like, precision=precision, evaluating=evaluating, twice=twice)
-
-    def _graph(
-        self,
-        model: nn.Module,
-        function: Any,
-        call: Call,
-        batch: _Batch,
-        *,
-        precision: str | None,
-        evaluating: bool = False,
-        twice: bool = True,
-    ) -> Trace:
+        batch = batch if isinstance(batch, _Batch) else _Batch.like(batch)
         if model not in self._prints:
             self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))
         function_objects: list[Any] = []
         code = (self._prints[model], fingerprint(function, hold=function_objects), batch.spec, precision, evaluating)
         key = (code, batch.shapes)
         if key not in self._traces or self._traces[key].read.changes():
-            kind = without_floats(code)
+            kind, floats = split_floats(code)
             result: Trace | Untraceable
             watch = Watch()
             watch.add(0, {"step": function}, model, private=True)  # the model's own attributes are in its fingerprint
             try:
-                rows = batch.make()
-                model_on_device = _on_batch_device(model, pytree.tree_leaves(rows))
-                derivable = self._by_kind.setdefault((kind, batch.shapes), [])
-                derived = derive(derivable, code, model_on_device, call, rows, reached=function, evaluating=evaluating)
-                result = derived or trace(
-                    model_on_device, call, rows, precision=precision, evaluating=evaluating, reached=function,
-                    twice=twice and kind not in self._kinds,
+                derivable = self._by_kind.setdefault((kind, batch.shapes), Known())
+                result = with_rates(derivable, code, floats) or _record(
+                    model, function, call, batch, precision, evaluating, twice and kind not in self._kinds,
+                    floats, derivable,
                 )  # fmt: skip
-                if derived is None:
-                    remember(derivable, code, result)
                 result.kind = self._kinds.setdefault(kind, len(self._kinds))
             except Untraceable as refusal:
                 result = refusal
@@ -325,6 +304,28 @@ class TraceCache:
         if isinstance(recorded, Untraceable):
             raise recorded
         return recorded
+
+
+def _record(
+    model: nn.Module,
+    function: Any,
+    call: Call,
+    batch: _Batch,
+    precision: str | None,
+    evaluating: bool,
+    twice: bool,
+    floats: list[str],
+    derivable: Known,
+) -> Trace:
+    """Derive a graph from known ones and compare it with the step, or record it."""
+    rows = batch.make()
+    model = _on_batch_device(model, pytree.tree_leaves(rows))
+    derived = derive(derivable, floats, model, call, rows, reached=function, evaluating=evaluating)
+    if derived is not None:
+        return derived
+    made = trace(model, call, rows, precision=precision, evaluating=evaluating, reached=function, twice=twice)
+    remember(derivable, floats, made)
+    return made
 
 
 def validation_batches(val: View, full: int) -> list[Any]:
