@@ -117,6 +117,26 @@ def test_masks_that_are_drawn_for_several_batches_at_once_are_those_of_each(
     assert len(made) < calls / 3 and max(made) == gpu_randomness.MOST_AHEAD
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_on_a_gpu_is_the_first_result_of_native_dropout(training: bool) -> None:
+    def values(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        mode, found = CounterMode(5, CPU), list[Tensor]()
+        mode.native = True
+        with mode:
+            for batch in range(6):
+                mode.begin(batch)
+                x = X.clone().requires_grad_()
+                y = call(call(x * 2))
+                (gradient,) = torch.autograd.grad(y.square().sum(), x)
+                found += [y.detach(), gradient, torch.rand(3)]
+        return found
+
+    ours = values(lambda x: F.dropout(x, 0.3, training))
+    native = values(lambda x: torch.native_dropout(x, 0.3, training)[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours, native, strict=True))
+    assert (ours[0] == 0).any() == training
+
+
 def test_only_small_masks_are_drawn_ahead_and_calls_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_randomness, "AHEAD_BYTES", 4 * X.nbytes)
     mode, rates = CounterMode(5, CPU), [0.1, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.1]

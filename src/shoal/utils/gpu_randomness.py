@@ -59,7 +59,9 @@ class CounterMode:
         """The numbers of calls, on the device."""
         self._masks: dict[int, _Masks] = {}
         """Masks that were drawn together, by the numbers of their calls."""
-        self._device = device
+        self.device = device
+        self.native = device.type == "cuda"
+        """Whether torch's dropout calls `native_dropout` on this device."""
         self._generator = _generator_of(device)
         self._index = 0 if self._generator is None else int(self._generator.device.index)
         self._number = 0
@@ -239,10 +241,11 @@ def _dropout(func: Any, key: Any) -> Callable[..., Any]:
     below = torch._C._dispatch_keyset_full_after(key)
 
     def kernel(keyset: Any, x: Tensor, p: float, train: bool) -> Any:
-        one_mask = train and x.is_cuda and 0.0 < p < 1.0 and x.numel() > 0
-        if not one_mask or torch._C._functorch.peek_interpreter_stack() is not None:
+        mode = CounterMode._active[-1]
+        native = train and mode.native and x.device.type == mode.device.type and 0.0 < p < 1.0 and x.numel() > 0
+        if not native or torch._C._functorch.peek_interpreter_stack() is not None:
             return func.redispatch(keyset & below, x, p, train)
-        return x * CounterMode._active[-1].mask("dropout", x, (p,))
+        return x * mode.mask("dropout", x, (p,))
 
     return kernel
 
