@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -135,6 +136,17 @@ def test_dropout_on_a_gpu_is_the_first_result_of_native_dropout(training: bool) 
     native = values(lambda x: torch.native_dropout(x, 0.3, training)[0])
     assert all(torch.equal(a, b) for a, b in zip(ours, native, strict=True))
     assert (ours[0] == 0).any() == training
+
+
+def test_what_a_tracer_sees_is_not_kept() -> None:
+    """Its masks have no data."""
+    mode = CounterMode(5, CPU)
+    with mode:
+        for batch in range(4):
+            mode.begin(batch)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                assert isinstance(mode.mask("dropout", torch.ones(3), (0.5,)), FakeTensor)
+        assert not (mode._masks or mode._sites or mode._columns)
 
 
 def test_only_small_masks_are_drawn_ahead_and_calls_may_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,8 @@ class CounterMode:
 
     def mask(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
         """Return the mask with the next number, with the shape and dtype of `like`. Do not write to it."""
+        if torch._C._len_torch_dispatch_stack():  # such as a tracer's, whose tensors have no data
+            return self._value(kind, like, numbers)
         number = self._site
         key = kind, like.dtype, like.shape, like.device, numbers, torch.is_inference_mode_enabled(), self._stream()
         known = self._masks.get(number)
@@ -170,15 +172,20 @@ class CounterMode:
         return value if value.device == like.device else value.to(like.device)
 
     def _site_tensor(self, number: int) -> Tensor:
-        if number not in self._sites:
-            self._sites[number] = torch.full((1,), number, device=self._seed.device)
-        return self._sites[number]
+        return self._held(self._sites, number, lambda: torch.full((1,), number, device=self._seed.device))
 
     def _columns_of(self, draw: Draw) -> list[Any]:
         key = (draw.kind, draw.dtype, len(draw.shape), draw.numbers)
-        if key not in self._columns:
-            self._columns[key] = draw_columns(draw, 1, self._seed.device)
-        return self._columns[key]
+        return self._held(self._columns, key, lambda: draw_columns(draw, 1, self._seed.device))
+
+    def _held(self, known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+        """Return what is known under a key, made if needed; what a tracer would make has no data and is not kept."""
+        if key in known:
+            return known[key]
+        value = make()
+        if not torch._C._len_torch_dispatch_stack():
+            known[key] = value
+        return value
 
 
 def _generator_of(device: torch.device) -> torch.Generator | None:

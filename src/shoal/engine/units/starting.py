@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.engine.tracing.trace import trace
+from shoal.utils.caches import bytecode_kept
 
 MODULES = ("shoal.engine.tiers.captured.executor", "shoal.engine.units.arrange")
 """Modules that only runs on a GPU need."""
@@ -26,7 +27,7 @@ def start_while_loading(device: torch.device) -> None:
     """Make this process's context on a GPU, and meanwhile load modules. Errors are left to torch's first call there."""
     starting = threading.Thread(target=_make_context, args=(device.index or 0,), daemon=True)
     starting.start()
-    with suppress(Exception):
+    with suppress(Exception), bytecode_kept():
         load(starting.is_alive)
     starting.join()
 
