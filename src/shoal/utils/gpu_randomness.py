@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.utils.randomness import MASKS, Draw, counter_draw, draw_columns, signed
+
+T = TypeVar("T")
 
 MOST_AHEAD = 32
 """For how many batches a mask is drawn at once."""
@@ -178,7 +180,7 @@ class CounterMode:
         key = (draw.kind, draw.dtype, len(draw.shape), draw.numbers)
         return self._held(self._columns, key, lambda: draw_columns(draw, 1, self._seed.device))
 
-    def _held(self, known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    def _held(self, known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
         """Return what is known under a key, made if needed; what a tracer would make has no data and is not kept."""
         if key in known:
             return known[key]
