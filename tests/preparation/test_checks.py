@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import shoal
 from shoal.preparation import checks
-from shoal.preparation.dry_run import dry_run
+from shoal.preparation.dry_run import dry_run_noting_rates
 
 X, Y = torch.randn(65, 4), torch.arange(65) % 3
 
@@ -284,7 +284,11 @@ class Dropping(nn.Module):
 
 def test_jobs_that_differ_in_rates_of_dropout_share_a_dry_step(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(checks, "dry_run", lambda member: tried.append(member.name) or dry_run(member))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        checks,
+        "dry_run_noting_rates",
+        lambda member: tried.append(member.name) or dry_run_noting_rates(member),  # type: ignore[func-returns-value]
+    )
     rates = (0.1, 0.2, 0.3, 0.2, 0.0, 1.0)
     data = torch.randn(12, 6), torch.randint(3, (12,))
     settings: dict[str, Any] = {
@@ -304,3 +308,14 @@ def test_jobs_that_differ_in_rates_of_dropout_share_a_dry_step(monkeypatch: pyte
         checks.prepare(jobs(0.25), torch.device("cpu"))
     assert tried == ["0", "1", "2", "4", "5"], "the rates matter to this code"
     assert [line.split(":")[0] for line in caught.value.lines] == ["job '2'", "job '5'"]
+
+
+def test_a_compiled_network_is_tried_without_anything_that_its_compiler_would_see() -> None:
+    compiled = torch.compile(Dropping(0.2), backend="eager", fullgraph=True)
+    job = shoal.Job(
+        model=lambda: compiled, data=(torch.randn(12, 6), torch.randint(3, (12,))), loss=F.cross_entropy,
+        optimizer=torch.optim.SGD, hparams={"lr": 0.1}, batch_size=4, epochs=1,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.prepare([job], torch.device("cpu"))

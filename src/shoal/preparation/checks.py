@@ -21,13 +21,12 @@ from shoal.engine.members.optimizers import drawn_by_optimizer, make_optimizer, 
 from shoal.engine.members.step import number
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns
-from shoal.engine.tracing.rate_reads import noting_rate_reads
 from shoal.errors import JobError, ShoalWarning, describe
 from shoal.jobs.averaging import counts_epochs, first_update
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.jobs.loop_variables import lost_values
-from shoal.preparation.dry_run import dry_run, stop_problems
+from shoal.preparation.dry_run import dry_run_noting_rates, stop_problems
 from shoal.preparation.likeness import likeness, rates
 from shoal.utils.caches import import_tracer
 from shoal.utils.random_state import restored
@@ -146,9 +145,8 @@ def member_problems(members: list[Member]) -> list[str]:
             looks = likeness(member)
             key = (looks, rates(member) if looks in reads_rates else None)
             if key not in dry_runs:
-                with noting_rate_reads() as reads:
-                    tried = dry_run(member) if not problems else ([], set[str]())
-                if reads.seen:
+                tried, reads = dry_run_noting_rates(member) if not problems else (([], set[str]()), False)
+                if reads:
                     reads_rates.add(looks)
                     key = (looks, rates(member))
                 dry_runs[key] = tried

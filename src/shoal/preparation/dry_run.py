@@ -19,6 +19,7 @@ from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating,
 from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet, join_batches, measure, metric_columns
+from shoal.engine.tracing.rate_reads import noting_rate_reads
 from shoal.errors import JobError, ReadError, describe, describe_with_place
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
@@ -26,6 +27,27 @@ from shoal.utils.random_state import Snapshot
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """The beginning of batch norm's error for a batch of one."""
+
+
+def dry_run_noting_rates(member: Member) -> tuple[tuple[list[str], set[str]], bool]:
+    """Try a step, and return what `dry_run` does, and whether the code may read the rates of torch's dropout layers.
+
+    What `torch.compile` has made is tried as it is, since the compiler would see what notices reads.
+    """
+    if _is_compiled(member):
+        return dry_run(member), True
+    with noting_rate_reads() as reads:
+        tried = dry_run(member)
+    return (dry_run(member), True) if tried[0] else (tried, reads.seen)
+
+
+def _is_compiled(member: Member) -> bool:
+    job = member.job
+    code = (*member.model.modules(), job.step, job.loss, *job.metrics.values())
+    return any("_torchdynamo_orig_callable" in getattr(part, "__dict__", {}) for part in code) or any(
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+        for module in member.model.modules()
+    )
 
 
 def dry_run(member: Member) -> tuple[list[str], set[str]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import dropout
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.utils.locks import one_at_a_time
@@ -75,4 +76,6 @@ class _Rate:
         del vars(module)[RATE]
 
 
-_FORWARDS = frozenset(layer.forward.__code__ for layer in LAYERS)
+_CODES = [getattr(layer.forward, "__code__", None) for layer in LAYERS]
+_FORWARDS = frozenset(code for code in _CODES if code is not None and code.co_filename == dropout.__file__)
+"""The code of the layers' own `forward`, unless it has been replaced."""
