@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import shoal
+from shoal.preparation import checks
+from shoal.preparation.dry_run import dry_run_noting_rates
 
 X, Y = torch.randn(65, 4), torch.arange(65) % 3
 
@@ -265,3 +267,55 @@ def test_a_short_last_batch_that_is_never_reached_is_no_mistake() -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     jobs = [job(model=network, batch_size=16, epochs=None, steps=2, name=name) for name in ("a", "b")]
     assert [result.status for result in shoal.train(jobs, device="cpu")] == ["done", "done"]
+
+
+class Dropping(nn.Module):
+    """Its rate is that of a layer of torch; with `limit`, its own code reads it too."""
+
+    def __init__(self, rate: float, limit: float | None = None) -> None:
+        super().__init__()
+        self.layers, self.limit = nn.Sequential(nn.Linear(6, 4), nn.Dropout(rate), nn.Linear(4, 3)), limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.limit is not None and self.layers[1].p > self.limit:  # type: ignore[operator]
+            raise RuntimeError("drops too much")
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_jobs_that_differ_in_rates_of_dropout_share_a_dry_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(
+        checks,
+        "dry_run_noting_rates",
+        lambda member: tried.append(member.name) or dry_run_noting_rates(member),  # type: ignore[func-returns-value]
+    )
+    rates = (0.1, 0.2, 0.3, 0.2, 0.0, 1.0)
+    data = torch.randn(12, 6), torch.randint(3, (12,))
+    settings: dict[str, Any] = {
+        "loss": nn.functional.cross_entropy,
+        "optimizer": torch.optim.SGD,
+        "hparams": {"lr": 0.1},
+    }
+    settings |= {"data": data, "batch_size": 4, "epochs": 1}
+
+    def jobs(limit: float | None) -> list[shoal.Job]:
+        return [shoal.Job(model=lambda r=r: Dropping(r, limit), name=f"{i}", **settings) for i, r in enumerate(rates)]
+
+    checks.prepare(jobs(None), torch.device("cpu"))
+    assert tried == ["0", "4", "5"]
+    tried.clear()
+    with pytest.raises(shoal.JobError) as caught:
+        checks.prepare(jobs(0.25), torch.device("cpu"))
+    assert tried == ["0", "1", "2", "4", "5"], "the rates matter to this code"
+    assert [line.split(":")[0] for line in caught.value.lines] == ["job '2'", "job '5'"]
+
+
+def test_a_compiled_network_is_tried_without_anything_that_its_compiler_would_see() -> None:
+    compiled = torch.compile(Dropping(0.2), backend="eager", fullgraph=True)
+    job = shoal.Job(
+        model=lambda: compiled, data=(torch.randn(12, 6), torch.randint(3, (12,))), loss=F.cross_entropy,
+        optimizer=torch.optim.SGD, hparams={"lr": 0.1}, batch_size=4, epochs=1,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.prepare([job], torch.device("cpu"))

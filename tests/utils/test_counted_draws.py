@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from shoal.utils import gpu_randomness
 from shoal.utils.gpu_randomness import RANDOM, CounterMode, uncounted
+from shoal.utils.randomness import Draw, counter_draw
 
 CPU = torch.device("cpu")
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -78,6 +81,86 @@ def test_the_draws_are_those_of_a_mode_that_looks_at_every_operator(name: str) -
         assert torch.equal(a, b)
     if name not in ("rand", "randn", "randint", "randperm"):  # those are made, and then drawn
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def drawn_in(batches: Iterable[int], call: Callable[[Tensor], Tensor], mode: CounterMode | None = None) -> list[Tensor]:
+    """What a call draws in these batches; without a mode, each batch in its own, which draws nothing ahead."""
+    drawn = []
+    for batch in batches:
+        with mode or CounterMode(5, CPU) as counter:
+            counter.begin(batch)
+            drawn.append(call(X))
+    return drawn
+
+
+@pytest.mark.parametrize("name", ["dropout", "native dropout", "feature dropout", "bernoulli", "attention"])
+def test_masks_that_are_drawn_for_several_batches_at_once_are_those_of_each(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Batch after batch, again from an earlier one, and with gaps."""
+    made: list[int] = []
+
+    def noted(draw: Draw, seed: Tensor, *more: Any) -> Tensor:
+        made.append(len(seed))
+        return counter_draw(draw, seed, *more)
+
+    monkeypatch.setattr(gpu_randomness, "counter_draw", noted)
+
+    def call(x: Tensor) -> Tensor:
+        out = CALLS[name](x)
+        return torch.cat([value.flatten() for value in (out if isinstance(out, tuple) else (out,))])
+
+    batches = [*range(3, 90), *range(40, 50), 7, 8, 100, 90, 91]
+    expected, calls = drawn_in(batches, call), len(made)
+    made.clear()
+    drawn = drawn_in(batches, call, CounterMode(5, CPU))
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+    assert len(made) < calls / 3 and max(made) == gpu_randomness.MOST_AHEAD
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_on_a_gpu_is_the_first_result_of_native_dropout(training: bool) -> None:
+    def values(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        mode, found = CounterMode(5, CPU), list[Tensor]()
+        mode.native = True
+        with mode:
+            for batch in range(6):
+                mode.begin(batch)
+                x = X.clone().requires_grad_()
+                y = call(call(x * 2))
+                (gradient,) = torch.autograd.grad(y.square().sum(), x)
+                found += [y.detach(), gradient, torch.rand(3)]
+        return found
+
+    ours = values(lambda x: F.dropout(x, 0.3, training))
+    native = values(lambda x: torch.native_dropout(x, 0.3, training)[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours, native, strict=True))
+    assert (ours[0] == 0).any() == training
+
+
+def test_what_a_tracer_sees_is_not_kept() -> None:
+    """Its masks have no data."""
+    mode = CounterMode(5, CPU)
+    with mode:
+        for batch in range(4):
+            mode.begin(batch)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                assert isinstance(mode.mask("dropout", torch.ones(3), (0.5,)), FakeTensor)
+        assert not (mode._masks or mode._sites or mode._columns)
+
+
+def test_only_small_masks_are_drawn_ahead_and_calls_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_randomness, "AHEAD_BYTES", 4 * X.nbytes)
+    mode, rates = CounterMode(5, CPU), [0.1, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.1]
+    for batch, rate in enumerate(rates):
+        rows = X[: 6 - batch // 3]
+        for x in (rows, X.repeat(100, 1)):
+
+            def call(_: Tensor, x: Tensor = x, rate: float = rate) -> Tensor:
+                return F.dropout(x, rate)
+
+            assert torch.equal(drawn_in([batch], call, mode)[0], drawn_in([batch], call)[0])
+        assert sum(masks.bytes for masks in mode._masks.values()) <= 4 * X.nbytes
 
 
 def test_rows_of_a_vmap_draw_by_the_counter() -> None:

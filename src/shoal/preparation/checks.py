@@ -26,7 +26,8 @@ from shoal.jobs.averaging import counts_epochs, first_update
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
 from shoal.jobs.loop_variables import lost_values
-from shoal.preparation.dry_run import dry_run, likeness, stop_problems
+from shoal.preparation.dry_run import dry_run_noting_rates, stop_problems
+from shoal.preparation.likeness import likeness, rates
 from shoal.utils.caches import import_tracer
 from shoal.utils.random_state import restored
 from shoal.utils.torch_flags import start_autograd
@@ -133,15 +134,22 @@ def member_problems(members: list[Member]) -> list[str]:
     """Return the mistakes that building and one dry step on a copy show. Jobs that look alike share the dry step."""
     lines: list[str] = []
     dry_runs: dict[Any, tuple[list[str], set[str]]] = {}
+    reads_rates = set[Any]()
+    """Looks of jobs whose code reads the rates of dropout layers, so that only those with equal rates are alike."""
     uses_random: dict[Any, bool] = {}
     random_optimizers: dict[int, bool] = {}
     """By optimizer class, whether it draws from `random` or `numpy.random`."""
     for member in members:
         with trying(member.job):
             problems = [*batch_problems(member), *optimizer_problems(member), *average_problems(member)]
-            key = likeness(member)
+            looks = likeness(member)
+            key = (looks, rates(member) if looks in reads_rates else None)
             if key not in dry_runs:
-                dry_runs[key] = dry_run(member) if not problems else ([], set())
+                tried, reads = dry_run_noting_rates(member) if not problems else (([], set[str]()), False)
+                if reads:
+                    reads_rates.add(looks)
+                    key = (looks, rates(member))
+                dry_runs[key] = tried
             used = uses_random.setdefault(key, member.modules.used)
             optimizer_id = id(member.job.optimizer)
             if optimizer_id not in random_optimizers and not problems:

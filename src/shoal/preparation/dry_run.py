@@ -19,7 +19,7 @@ from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating,
 from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import Sheet, join_batches, measure, metric_columns
-from shoal.engine.tracing.fingerprint import fingerprint
+from shoal.engine.tracing.rate_reads import noting_rate_reads
 from shoal.errors import JobError, ReadError, describe, describe_with_place
 from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
@@ -29,21 +29,25 @@ ONE_VALUE = "Expected more than 1 value per channel"
 """The beginning of batch norm's error for a batch of one."""
 
 
-def likeness(member: Member) -> tuple[Any, ...]:
-    """Return a key that members share if their dry steps are the same: network, data, loss, batch size."""
-    job, model = member.job, member.model
-    tensors = tuple(
-        (name, tuple(t.shape) if not nn.parameter.is_lazy(t) else None, t.dtype) for name, t in model.named_parameters()
+def dry_run_noting_rates(member: Member) -> tuple[tuple[list[str], set[str]], bool]:
+    """Try a step, and return what `dry_run` does, and whether the code may read the rates of torch's dropout layers.
+
+    What `torch.compile` has made is tried as it is, since the compiler would see what notices reads.
+    """
+    if _is_compiled(member):
+        return dry_run(member), True
+    with noting_rate_reads() as reads:
+        tried = dry_run(member)
+    return (dry_run(member), True) if tried[0] else (tried, reads.seen)
+
+
+def _is_compiled(member: Member) -> bool:
+    job = member.job
+    code = (*member.model.modules(), job.step, job.loss, *job.metrics.values())
+    return any("_torchdynamo_orig_callable" in getattr(part, "__dict__", {}) for part in code) or any(
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+        for module in member.model.modules()
     )
-    plain = tuple(
-        (name, k, v)
-        for name, module in model.named_modules()
-        for k, v in vars(module).items()
-        if isinstance(v, int | float | str) and not k.startswith("_")
-    )
-    sources = tuple((id(view.source), len(view)) if view else None for view in (member.data, member.val))
-    code = fingerprint((job.loss, job.step, job.metrics))
-    return type(model), repr(model), tensors, plain, sources, code, job.batch_size, job.drop_last, job.precision
 
 
 def dry_run(member: Member) -> tuple[list[str], set[str]]:

@@ -48,17 +48,25 @@ class JobTable:
     """The versions that wrote the table: of Shoal, Python, its bytecode, and the libraries that the jobs use."""
 
     @classmethod
-    def of(cls, members: Sequence[Member], also: Mapping[str, Any] | None = None, *, names_only: bool = False) -> Self:
+    def of(
+        cls,
+        members: Sequence[Member],
+        also: Mapping[str, Any] | None = None,
+        *,
+        names_only: bool = False,
+        passing: bool = False,
+    ) -> Self:
         """Return the table of these members.
 
         Args:
             also: Further entries to compare, such as the settings of a split.
-            names_only: Leave out code and weights, for a temporary folder that is never resumed.
+            names_only: Leave out code and weights.
+            passing: Leave out data too, for a temporary folder that is never resumed.
         """
-        table = cls([describe_settings(member) | dict(also or {}) for member in members])
+        table = cls([describe_settings(member, data=not passing) | dict(also or {}) for member in members])
         libraries = {"shoal", "torch"}
         for member, job in zip(members, table.jobs, strict=True):
-            if not names_only:
+            if not (names_only or passing):
                 describer = _described(member)
                 job[CODE] = table._put({name: table._put(texts) for name, texts in describer.parts.items()})
                 job[WEIGHTS] = table._put(describe_weights(member.model))
@@ -111,16 +119,16 @@ class JobTable:
         return key
 
 
-def describe_settings(member: Member) -> dict[str, Any]:
-    """Return a job's settings and the names of its functions."""
+def describe_settings(member: Member, *, data: bool = True) -> dict[str, Any]:
+    """Return a job's settings and the names of its functions; without `data`, nothing of its data."""
     job = member.job
     shapes = {name: [list(t.shape), str(t.dtype)] for name, t in _tensors(member.model).items()}
     described = {
         "name": member.name,
         "model": type(member.model).__qualname__,
         "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
-        "data": member.data.fingerprint(),
-        "val": member.val.fingerprint() if member.val is not None else None,
+        "data": member.data.fingerprint() if data else None,
+        "val": member.val.fingerprint() if data and member.val is not None else None,
         "optimizer": _name(job.optimizer),
         "hparams": {name: _plain(value) for name, value in sorted(job.hparams.items())},
         **{name: _name(getattr(job, name)) for name in NAMED},

@@ -120,7 +120,7 @@ class RunFolder:
         Raises an OutError if the folder holds other jobs or files, is in use or damaged, or cannot be written.
         """
         self.grows, self._extends = grows, extends
-        table = JobTable.of(members, also, names_only=self.passing)
+        table = JobTable.of(members, also, passing=self.passing)
         if not self._is_run_folder():
             raise OutError(f"out={str(self.path)!r} has files that are not those of a run; use a new or empty folder")
         try:
@@ -162,12 +162,13 @@ class RunFolder:
         for folder in FOLDERS:
             atomic.write_text(self.path / folder / "probe", "can it be written?", durable=False)
             (self.path / folder / "probe").unlink()
-        atomic.sync_folder(self.path / "members")
+        if not self.passing:
+            atomic.sync_folder(self.path / "members")
         return content is not None or any(self._saved())
 
     def add(self, members: Sequence[Member]) -> None:
         """Store jobs that are added to a running run, before their first step."""
-        self._store_jobs(members, JobTable.of(members, names_only=self.passing))
+        self._store_jobs(members, JobTable.of(members, passing=self.passing))
 
     def _store_jobs(self, members: Sequence[Member], table: JobTable, *, changed: bool = False) -> None:
         try:

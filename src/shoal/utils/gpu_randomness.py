@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.utils.randomness import Draw, counter_draw, draw_columns, signed
+from shoal.utils.randomness import MASKS, Draw, counter_draw, draw_columns, signed
+
+T = TypeVar("T")
+
+MOST_AHEAD = 32
+"""For how many batches a mask is drawn at once."""
+AHEAD_BYTES = 1 << 24
+"""The bytes that masks of later batches may take; larger masks are drawn batch by batch."""
+
+
+@dataclass(slots=True)
+class _Masks:
+    """The masks of one random call in successive batches."""
+
+    key: Any
+    first: int
+    """The number of batches before the first mask's."""
+    count: int
+    bytes: int
+    """The bytes of `rows`."""
+    rows: tuple[Tensor, ...]
+    """One mask for each batch; empty if there was only one, which is not kept."""
 
 
 class CounterMode:
@@ -37,7 +59,13 @@ class CounterMode:
         """The parameters of distributions, on the device."""
         self._sites: dict[int, Tensor] = {}
         """The numbers of calls, on the device."""
-        self._device = device
+        self._masks: dict[int, _Masks] = {}
+        """Masks that were drawn together, by the numbers of their calls."""
+        self.device = device
+        self.native = device.type == "cuda"
+        """Whether torch's dropout calls `native_dropout` on this device."""
+        self._generator = _generator_of(device)
+        self._index = 0 if self._generator is None else int(self._generator.device.index)
         self._number = 0
         self._outside = 0
         self._guard: Any = None
@@ -62,14 +90,14 @@ class CounterMode:
     @property
     def _site(self) -> int:
         """The number of the next random call."""
-        if self._device.type != "cuda":
+        if self._generator is None:
             return self._number
-        return torch.cuda._get_rng_state_offset(self._device) // _OFFSET
+        return int(self._generator.get_offset()) // _OFFSET
 
     @_site.setter
     def _site(self, number: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda._set_rng_state_offset(number * _OFFSET, self._device)
+        if self._generator is not None:
+            self._generator.set_offset(number * _OFFSET)
         self._number = number
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -78,7 +106,7 @@ class CounterMode:
         if name == _DROPOUT:
             if args[2] is False or not 0.0 < args[1] < 1.0:
                 return func(*args, **kwargs)
-            mask = self._value("dropout", args[0], (args[1],))
+            mask = self.mask("dropout", args[0], (args[1],))
             return args[0] * mask, mask != 0
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -90,27 +118,84 @@ class CounterMode:
             )
             if kind in ("uniform", "normal") and len(numbers) == 1:
                 numbers = (*numbers, 1.0)
-            return args[0].copy_(self._value(kind, args[0], numbers))
+            return args[0].copy_((self.mask if kind in MASKS else self._value)(kind, args[0], numbers))
         at = self._site
         like = func(*args, **kwargs)
         self._site = at
         return self._value(_MADE[name], like, _numbers(name, args))
 
+    def mask(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
+        """Return the mask with the next number, with the shape and dtype of `like`. Do not write to it."""
+        if torch._C._len_torch_dispatch_stack():  # such as a tracer's, whose tensors have no data
+            return self._value(kind, like, numbers)
+        number = self._site
+        key = kind, like.dtype, like.shape, like.device, numbers, torch.is_inference_mode_enabled(), self._stream()
+        known = self._masks.get(number)
+        if known is not None and known.key == key:
+            place = self._batches - known.first
+            rows = known.rows[place : place + 1] if place >= 0 else ()
+            if place == known.count:
+                draw = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,))
+                rows = self._draw_ahead(known, draw, like)
+            if rows:
+                self._site = number + 1
+                return rows[0]
+        self._masks[number] = _Masks(key, self._batches, 1, 0, ())
+        return self._value(kind, like, numbers)
+
+    def _draw_ahead(self, before: _Masks, draw: Draw, like: Tensor) -> tuple[Tensor, ...]:
+        """Draw the mask of this batch and the next ones: twice as many as before, or none if they would be large."""
+        number = self._site
+        spare = AHEAD_BYTES + before.bytes - sum(masks.bytes for masks in self._masks.values())
+        count = min(2 * before.count, MOST_AHEAD, spare // max(1, like.nbytes))
+        if count < 2:
+            return ()
+        seed, site = (tensor.expand(count) for tensor in (self._seed, self._site_tensor(number)))
+        columns = [column.expand(count) for column in self._columns_of(draw)]
+        batches = torch.arange(self._batches, self._batches + count, device=self._seed.device)
+        rows = counter_draw(draw, seed, batches, site, columns).to(like.device).unbind(0)
+        self._masks[number] = _Masks(before.key, self._batches, count, count * like.nbytes, tuple(rows))
+        return self._masks[number].rows
+
+    def _stream(self) -> int:
+        """Return the current stream of the GPU, in whose order masks are written and read."""
+        return 0 if self._generator is None else torch._C._cuda_getCurrentRawStream(self._index)
+
     def _value(self, kind: str, like: Tensor, numbers: tuple[float, ...]) -> Tensor:
         """Return the draw with the next number, with the shape and dtype of `like`."""
-        draw, device = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,)), self._seed.device
-        key = (kind, like.dtype, like.ndim, numbers)
-        if key not in self._columns:
-            self._columns[key] = draw_columns(draw, 1, device)
+        draw = Draw(kind, tuple(like.shape), like.dtype, None, (numbers,))
         if self._filled != self._batches:
             self._filled = self._batches
             self._count.fill_(self._batches)
         number = self._site
         self._site = number + 1
-        if number not in self._sites:
-            self._sites[number] = torch.full((1,), number, device=device)
-        value = counter_draw(draw, self._seed, self._count, self._sites[number], self._columns[key])[0]
+        site, columns = self._site_tensor(number), self._columns_of(draw)
+        value = counter_draw(draw, self._seed, self._count, site, columns)[0]
         return value if value.device == like.device else value.to(like.device)
+
+    def _site_tensor(self, number: int) -> Tensor:
+        return self._held(self._sites, number, lambda: torch.full((1,), number, device=self._seed.device))
+
+    def _columns_of(self, draw: Draw) -> list[Any]:
+        key = (draw.kind, draw.dtype, len(draw.shape), draw.numbers)
+        return self._held(self._columns, key, lambda: draw_columns(draw, 1, self._seed.device))
+
+    def _held(self, known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
+        """Return what is known under a key, made if needed; what a tracer would make has no data and is not kept."""
+        if key in known:
+            return known[key]
+        value = make()
+        if not torch._C._len_torch_dispatch_stack():
+            known[key] = value
+        return value
+
+
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """Return the default generator of a GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def uncounted() -> AbstractContextManager[Any]:
@@ -130,6 +215,7 @@ def _intercepting() -> Any:
     for name in (*RANDOM, *_RECURRENT):
         kernel = (_drawn if name in RANDOM else _opened)(_operator(name), key)
         random.impl(name.removeprefix("aten.").removesuffix(".default"), kernel, _KEY, with_keyset=True)
+    random.impl("dropout", _dropout(_operator("aten.dropout.default"), key), _KEY, with_keyset=True)
     _libraries.extend((everything, random))
     return key
 
@@ -154,6 +240,21 @@ def _drawn(func: Any, key: Any) -> Callable[..., Any]:
             return func.redispatch(keyset & below, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(here):
             return CounterMode._active[-1].draw(func, args, kwargs)
+
+    return kernel
+
+
+def _dropout(func: Any, key: Any) -> Callable[..., Any]:
+    """Return a kernel of dropout that multiplies by a mask on a GPU, where torch would call `native_dropout`; without
+    that call's second result, which nobody uses."""
+    below = torch._C._dispatch_keyset_full_after(key)
+
+    def kernel(keyset: Any, x: Tensor, p: float, train: bool) -> Any:
+        mode = CounterMode._active[-1]
+        native = train and mode.native and x.device.type == mode.device.type and 0.0 < p < 1.0 and x.numel() > 0
+        if not native or torch._C._functorch.peek_interpreter_stack() is not None:
+            return func.redispatch(keyset & below, x, p, train)
+        return x * mode.mask("dropout", x, (p,))
 
     return kernel
 

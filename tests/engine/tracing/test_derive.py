@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.recipes import recipe as recipes
 from shoal.engine.recipes.recipe import Evaluation, Recipe, TraceCache
+from shoal.engine.tracing import derive as derive_module
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import same_graph
 from shoal.preparation.checks import prepare
@@ -115,3 +116,49 @@ def test_a_sweep_of_rates_trains_as_each_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     for result, one in zip(results, jobs, strict=True):
         torch.testing.assert_close(result.model.state_dict(), shoal.solo(one).model.state_dict())
+
+
+class Layered(nn.Module):
+    """Its rate is that of a layer of torch, which its own code may read too."""
+
+    def __init__(self, rate: float, way: str = "plain") -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 8), nn.Dropout(rate), nn.Linear(8, 3)
+        self.way = way
+        if way == "hook":
+            self.drop.register_forward_hook(lambda module, _, out: torch.tanh(out) if module.p > 0.3 else out)  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.relu(self.first(x)))
+        if self.way == "branch" and self.drop.p > 0.3:
+            h = torch.tanh(h)
+        if self.way == "text" and "p=0.4" in repr(self.drop):
+            h = torch.tanh(h)
+        out: Tensor = self.last(F.dropout(h, self.drop.p) if self.way == "function" else h)
+        return out
+
+
+def test_rates_of_layers_that_no_other_code_reads_need_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    original = derive_module._gives_the_same
+    monkeypatch.setattr(derive_module, "_gives_the_same", lambda *given: runs.append(1) or original(*given))  # type: ignore[func-returns-value]
+    found, count = made([Layered(rate) for rate in RATES], monkeypatch)
+    assert (count, len(runs)) == (2, 0)
+    as_recorded(found)
+    assert not hasattr(nn.Dropout, "p")
+
+
+@pytest.mark.parametrize("way", ["branch", "text", "function", "hook"])
+def test_rates_that_other_code_reads_are_tried_or_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    original = derive_module._gives_the_same
+    monkeypatch.setattr(derive_module, "_gives_the_same", lambda *given: runs.append(1) or original(*given))  # type: ignore[func-returns-value]
+    found, count = made([Layered(rate, way) for rate in RATES], monkeypatch)
+    assert count + len(runs) >= len(RATES)
+    as_recorded(found)
+
+
+def test_rates_at_the_ends_are_not_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, count = made([Layered(rate) for rate in (0.1, 0.2, 0.0, 1.0, 0.3)], monkeypatch)
+    assert count >= 2
+    as_recorded(found)

@@ -20,22 +20,21 @@ SIDE = 16
 
 @contextmanager
 def loading_common_kernels(device: torch.device, dtypes: Collection[torch.dtype]) -> Iterator[None]:
-    """On a GPU, run common operators on small tensors of float64 and these dtypes in a thread, inside this context.
+    """On a GPU, run common operators on small tensors of these dtypes and float64 in a thread, inside this context.
 
-    When the context ends, the thread stops after the operator that it is at.
+    When the context ends, the thread stops after the operator that it is at, for which nothing waits.
     """
     if device.type != "cuda":
         yield
         return
     others = sorted(set(dtypes) - {torch.float64}, key=str)
     stop = threading.Event()
-    thread = threading.Thread(target=_run, args=(device, [torch.float64, *others], stop), daemon=True)
+    thread = threading.Thread(target=_run, args=(device, [*others, torch.float64], stop), daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join()
 
 
 @torch.no_grad()

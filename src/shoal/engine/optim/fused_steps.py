@@ -155,8 +155,8 @@ def _in_one_layout(params: list[Tensor], *lists: list[Tensor]) -> bool:
 
 
 def _tensor_lists(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]] | None:
-    """Return parameters, gradients and states of a group; None if torch must handle them itself, such as at the first
-    step."""
+    """Return parameters, gradients and states of a group, new ones at the first step; None if torch must handle them
+    itself, such as sparse gradients."""
     columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
     params, grads, averages, squares, maxima, steps = columns
     states, maximum = optimizer.state, group["amsgrad"]
@@ -164,9 +164,11 @@ def _tensor_lists(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]
         grad = param.grad
         if grad is None:
             continue
-        state = states.get(param)
-        if not state or grad.layout is not torch.strided:
+        if grad.layout is not torch.strided:
             return None
+        state = states.get(param) or states.setdefault(param, {})
+        if not state:
+            state.update(_first_state(param, maximum))
         params.append(param)
         grads.append(grad)
         averages.append(state["exp_avg"])
@@ -175,6 +177,13 @@ def _tensor_lists(optimizer: Optimizer, group: dict[str, Any]) -> list[list[Any]
         if maximum:
             maxima.append(state["max_exp_avg_sq"])
     return list(columns)
+
+
+def _first_state(param: Tensor, maximum: bool) -> dict[str, Tensor]:
+    """Return the state of a parameter before its first step, as torch's plain step makes it: it counts on the CPU."""
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if maximum else ()))
+    zeros = {name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in names}
+    return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zeros}
 
 
 def _call(

@@ -8,8 +8,9 @@ without a recipe raises `Untraceable` with the reason.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.data.loader import LoaderSource
+from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
 from shoal.engine.members.step import call_model, run_step, targets_of
 from shoal.engine.python_state.watch import Watch
@@ -26,8 +28,8 @@ from shoal.engine.recipes._within_epoch import refuse_changes
 from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.recipes.program import Programs
-from shoal.engine.tracing.derive import Known, derive, remember
-from shoal.engine.tracing.fingerprint import fingerprint, without_floats
+from shoal.engine.tracing.derive import Known, derive, remember, with_rates
+from shoal.engine.tracing.fingerprint import fingerprint, split_floats
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.signature import Path, skeleton
 from shoal.engine.tracing.trace import Call, Trace, same_graph, trace
@@ -138,6 +140,30 @@ class _Record:
     """Objects whose ids are in the key. They are kept alive so that no other object gets the same id."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What a batch looks like, and how to read it if a step must be traced."""
+
+    spec: str
+    shapes: Hashable
+    make: Callable[[], Any]
+
+    @classmethod
+    def like(cls, batch: Any) -> _Batch:
+        """Describe a batch.
+
+        Raises:
+            Untraceable: If no graph can take it.
+        """
+        leaves, spec = pytree.tree_flatten(batch)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise Untraceable("its batches hold something that is not a tensor")
+        if not all(leaf.layout == torch.strided for leaf in leaves):
+            raise Untraceable("its batches hold sparse tensors")
+        shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
+        return cls(repr(spec), shapes, lambda: batch)
+
+
 class TraceCache:
     """Makes recipes, and traces each distinct step once."""
 
@@ -160,6 +186,9 @@ class TraceCache:
         """A number for each kind of code, which does not depend on the floating-point numbers in it."""
         self._by_kind: dict[Hashable, Known] = {}
         """Recorded traces, by kind and by the shapes of the batch."""
+        self._batches: dict[tuple[int, int], tuple[TensorSource, _Batch]] = {}
+        """What batches of so many rows of a source look like; the source is kept alive, so that no other gets its
+        id."""
         self._stream_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
         self.programs = Programs(deterministic=deterministic)
@@ -188,8 +217,13 @@ class TraceCache:
 
     def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
         """Trace the training step on a batch of so many rows: `((loss, logs), buffers)`. `twice`: see `trace`."""
-        batch = sample(member, rows)
-        if member.data.source.streamed and not member.batched:
+        source, make = member.data.source, partial(sample, member, rows)
+        if (id(source), rows) in self._batches:
+            return self.step_on(member, replace(self._batches[id(source), rows][1], make=make), twice=twice)
+        batch = make()
+        if isinstance(source, TensorSource):
+            self._batches[id(source), rows] = source, replace(_Batch.like(batch), make=tuple)
+        if source.streamed and not member.batched:
             self._refuse_other_shapes(member, rows, batch)
         return self.step_on(member, batch, twice=twice)
 
@@ -245,32 +279,23 @@ class TraceCache:
     ) -> Trace:
         """Return `call(model, batch)` as a graph, traced once for all models, functions and batches that look the
         same."""
-        leaves, spec = pytree.tree_flatten(batch)
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise Untraceable("its batches hold something that is not a tensor")
-        if not all(leaf.layout == torch.strided for leaf in leaves):
-            raise Untraceable("its batches hold sparse tensors")
-        shapes = tuple((tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves)
+        batch = batch if isinstance(batch, _Batch) else _Batch.like(batch)
         if model not in self._prints:
             self._prints[model] = fingerprint(model, hold=self._held.setdefault(model, []))
         function_objects: list[Any] = []
-        code = (self._prints[model], fingerprint(function, hold=function_objects), repr(spec), precision, evaluating)
-        key = (code, shapes)
+        code = (self._prints[model], fingerprint(function, hold=function_objects), batch.spec, precision, evaluating)
+        key = (code, batch.shapes)
         if key not in self._traces or self._traces[key].read.changes():
-            kind = without_floats(code)
+            kind, floats = split_floats(code)
             result: Trace | Untraceable
             watch = Watch()
             watch.add(0, {"step": function}, model, private=True)  # the model's own attributes are in its fingerprint
             try:
-                model_on_device = _on_batch_device(model, leaves)
-                derivable = self._by_kind.setdefault((kind, shapes), [])
-                derived = derive(derivable, code, model_on_device, call, batch, reached=function, evaluating=evaluating)
-                result = derived or trace(
-                    model_on_device, call, batch, precision=precision, evaluating=evaluating, reached=function,
-                    twice=twice and kind not in self._kinds,
+                derivable = self._by_kind.setdefault((kind, batch.shapes), Known())
+                result = with_rates(derivable, code, floats) or _record(
+                    model, function, call, batch, precision, evaluating, twice and kind not in self._kinds,
+                    floats, derivable,
                 )  # fmt: skip
-                if derived is None:
-                    remember(derivable, code, result)
                 result.kind = self._kinds.setdefault(kind, len(self._kinds))
             except Untraceable as refusal:
                 result = refusal
@@ -279,6 +304,28 @@ class TraceCache:
         if isinstance(recorded, Untraceable):
             raise recorded
         return recorded
+
+
+def _record(
+    model: nn.Module,
+    function: Any,
+    call: Call,
+    batch: _Batch,
+    precision: str | None,
+    evaluating: bool,
+    twice: bool,
+    floats: list[str],
+    derivable: Known,
+) -> Trace:
+    """Derive a graph from known ones and compare it with the step, or record it."""
+    rows = batch.make()
+    model = _on_batch_device(model, pytree.tree_leaves(rows))
+    derived = derive(derivable, floats, model, call, rows, reached=function, evaluating=evaluating)
+    if derived is not None:
+        return derived
+    made = trace(model, call, rows, precision=precision, evaluating=evaluating, reached=function, twice=twice)
+    remember(derivable, floats, made)
+    return made
 
 
 def validation_batches(val: View, full: int) -> list[Any]:

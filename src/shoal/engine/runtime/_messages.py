@@ -22,6 +22,8 @@ from torch import Tensor
 
 LARGE = 1 << 14
 """From so many bytes on, a tensor is put into shared memory."""
+MANY = 1 << 24
+"""From so many bytes on, several threads write."""
 ALIGNMENT, MOST_AT_ONCE, WRITERS = 64, 1 << 30, 4
 
 
@@ -138,6 +140,10 @@ def _write_shared(tensors: list[tuple[int, Tensor]], size: int) -> int | None:
         return None
     try:
         os.ftruncate(descriptor, size)
+        if size < MANY:  # starting threads would take longer
+            for offset, tensor in tensors:
+                _write(descriptor, offset, tensor)
+            return descriptor
         with ThreadPoolExecutor(WRITERS) as pool:  # a large write releases the GIL
             list(pool.map(partial(_write, descriptor), *zip(*tensors, strict=True)))
     except OSError:

@@ -27,6 +27,7 @@ from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.workers import Requeue, Tell, WorkerHandle
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import context_lost
+from shoal.engine.units.starting import start_while_loading
 from shoal.environment import environment
 from shoal.errors import MemberError, ShoalError, describe
 from shoal.reporting.events import happened
@@ -185,6 +186,7 @@ class Guarded(WorkerHandle):
         current().seconds = {}  # count only the times of this process
         with timed("device"):
             if self.device.type == "cuda":
+                start_while_loading(self.device)
                 torch.zeros(1, device=self.device)
                 torch.cuda.set_device(self.device)  # streams and graphs are made on the current device
             super().check()

@@ -2,7 +2,8 @@
 
 This is faster than recording the step. Two recorded steps show which number of the code is which number of the graph.
 That may not hold for a third step, whose code may branch on a number. So this step and its derived graph run once on
-the same batch from the same random state. If any result differs, the step is recorded after all.
+the same batch from the same random state. If any result differs, the step is recorded after all. Only where nothing
+but the rates of torch's dropout layers differs, and no other code read them, no step can differ, and none is run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,27 +22,35 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from shoal.engine.python_state.preserve import preserved
+from shoal.engine.tracing.rate_reads import LAYERS, RATE
 from shoal.engine.tracing.signature import Path, arguments_of, numbers, skeleton
 from shoal.engine.tracing.trace import Call, Trace, autocast, same_constants
 
-Known = list[tuple[list[str], Trace]]
-"""Steps that differ only in numbers, on batches of one shape: the numbers in their fingerprints, and their graphs."""
+
+@dataclass(slots=True)
+class Known:
+    """Steps that differ only in numbers, on batches of one shape."""
+
+    steps: list[tuple[list[str], Trace]] = field(default_factory=list)
+    """The numbers in their fingerprints, and their graphs."""
+    rates: list[bool] | None = None
+    """For each of these numbers, whether it is the rate of a dropout layer of torch."""
 
 
 def derive(
-    known: Known, code: Hashable, model: nn.Module, call: Call, batch: Any, *, reached: Any, evaluating: bool
+    known: Known, floats: list[str], model: nn.Module, call: Call, batch: Any, *, reached: Any, evaluating: bool
 ) -> Trace | None:
     """Return a derived graph of `call(model, batch)`, or None if the step must be recorded.
 
     Args:
         known: Recorded steps to derive the graph from.
-        code: The fingerprint of the step.
+        floats: The numbers in the fingerprint of the step.
         reached: The functions and objects besides the model that the call may use.
     """
-    values = _values(known, code)
+    values = _values(known, floats)
     if values is None:
         return None
-    trace = _with_numbers(known[0][1], values)
+    trace = _with_numbers(known.steps[0][1], values)
     try:
         same = _gives_the_same(trace, model, call, batch, reached, evaluating)
     except Exception:  # recording the step will report the reason
@@ -48,12 +58,44 @@ def derive(
     return trace if same else None
 
 
-def _values(known: Known, code: Hashable) -> dict[Path, float] | None:
-    """Return the numbers for the places where the known graphs differ; None if this code does not determine them."""
-    if len(known) < 2:
+def with_rates(known: Known, code: Hashable, floats: list[str]) -> Trace | None:
+    """Return a derived graph of a step that differs from a known one only in rates of dropout layers which no other
+    code reads; None if it may differ in more."""
+    steps = known.steps
+    if len(steps) < 2 or not all(trace.rates_unread and not trace.caches for _, trace in (steps[0], steps[-1])):
         return None
-    (first, a), (second, b) = known[0], known[-1]
-    floats = list(zip(first, second, _floats(code), strict=True))
+    if known.rates is None:
+        known.rates = list(_rates(code))
+    for before, now, is_rate in zip(steps[0][0], floats, known.rates, strict=True):
+        if before != now and not (is_rate and 0.0 < float(before) < 1.0 and 0.0 < float(now) < 1.0):
+            return None
+    values = _values(known, floats)
+    return None if values is None else _with_numbers(steps[0][1], values)
+
+
+def _rates(print: Hashable) -> Iterator[bool]:
+    """Yield for each floating-point number in a fingerprint whether it is the rate of a dropout layer of torch."""
+    if not isinstance(print, tuple):
+        return
+    if len(print) == 2 and print[0] is float:
+        yield False
+    elif len(print) == 4 and isinstance(print[0], type) and print[0] in LAYERS:
+        _, tensors, attributes, children = print
+        yield from _rates(tensors)
+        for name, value in attributes:
+            yield from ([True] if name == RATE and value[0] is float else _rates(value))
+        yield from _rates(children)
+    else:
+        for part in print:
+            yield from _rates(part)
+
+
+def _values(known: Known, third: list[str]) -> dict[Path, float] | None:
+    """Return the numbers for the places where the known graphs differ; None if these floats do not determine them."""
+    if len(known.steps) < 2:
+        return None
+    (first, a), (second, b) = known.steps[0], known.steps[-1]
+    floats = list(zip(first, second, third, strict=True))
     if any(x != z and x == y for x, y, z in floats):
         return None  # this number is the same in both known steps, so its place in the graph is unknown
     ours, others = numbers(a), numbers(b)
@@ -66,16 +108,6 @@ def _values(known: Known, code: Hashable) -> dict[Path, float] | None:
             return None
         values[path] = float(candidates.pop())
     return values
-
-
-def _floats(print: Hashable) -> Iterator[str]:
-    """Yield the floating-point numbers in a fingerprint, in order."""
-    if isinstance(print, tuple):
-        if len(print) == 2 and print[0] is float:
-            yield print[1]
-        else:
-            for part in print:
-                yield from _floats(part)
 
 
 def _with_numbers(trace: Trace, values: dict[Path, float]) -> Trace:
@@ -166,8 +198,8 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def remember(known: Known, code: Hashable, trace: Trace) -> None:
+def remember(known: Known, floats: list[str], trace: Trace) -> None:
     """Add a recorded step to `known`, if it differs from the first one only in numbers and fills no caches."""
-    first = known[0][1] if known else trace
+    first = known.steps[0][1] if known.steps else trace
     if not trace.caches and skeleton(first) == skeleton(trace) and same_constants(first, trace):
-        known.append((list(_floats(code)), trace))
+        known.steps.append((floats, trace))

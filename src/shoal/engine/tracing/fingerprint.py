@@ -48,13 +48,22 @@ def _in_plain_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def without_floats(print: Hashable) -> Hashable:
-    """Return a fingerprint without its floating-point numbers; it is equal for steps that differ only in those."""
-    if not isinstance(print, tuple):
-        return print
-    if len(print) == 2 and print[0] is float:
-        return float
-    return tuple(map(without_floats, print))
+def split_floats(print: Hashable) -> tuple[Hashable, list[str]]:
+    """Return a fingerprint without its floating-point numbers, and these numbers in order.
+
+    The former is equal for steps that differ only in such numbers.
+    """
+    floats: list[str] = []
+
+    def without(part: Any) -> Hashable:
+        if type(part) is not tuple:
+            return part  # type: ignore[no-any-return]
+        if len(part) == 2 and part[0] is float:
+            floats.append(part[1])
+            return float
+        return tuple([without(inner) for inner in part])
+
+    return without(print), floats
 
 
 class _Walker:

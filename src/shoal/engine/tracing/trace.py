@@ -34,6 +34,7 @@ from shoal.engine.tracing._first_call import record_repeatable
 from shoal.engine.tracing._model_checks import refuse_at_sight
 from shoal.engine.tracing.params_with_grad import reached_by
 from shoal.engine.tracing.patches import Untraceable, patched
+from shoal.engine.tracing.rate_reads import noting_rate_reads
 from shoal.errors import describe
 from shoal.utils.random_state import Snapshot
 from shoal.utils.torch_flags import quiet_fake_tensors
@@ -73,6 +74,8 @@ class Trace:
     """Whether a first call stores something in Python that later calls read, such as a mask that is made once."""
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     """Numbers, strings and tensors that a first call sets as attributes of modules, by module name and attribute."""
+    rates_unread: bool = False
+    """Whether only torch's dropout layers have read their rates, so that the step is the same for other rates."""
     number: int = field(default_factory=itertools.count().__next__)
     """A number that no other trace has or had. An `id()` may be reused after a trace is deleted."""
 
@@ -94,7 +97,7 @@ class Trace:
         made = Trace(
             self.module, self.params, self.buffers, self.trainable, self.batch_spec, self.out_spec, self.precision
         )
-        made.nodes, made.used, made.checked = nodes, self.used, self.checked
+        made.nodes, made.used, made.checked, made.rates_unread = nodes, self.used, self.checked, self.rates_unread
         return made
 
     def like(self, other: Trace) -> bool:
@@ -201,6 +204,7 @@ def _record(
     wrapper, calls = _Recording(model, call), Calls()
     checks: list[Tensor] | None = [] if grad else None
     traced: list[Tensor] = []
+    rate_reads: list[bool] = []
     runs: list[tuple[list[Tensor], list[Any], pytree.TreeSpec]] = []
 
     def flat(values: list[Tensor]) -> list[Any]:
@@ -208,12 +212,17 @@ def _record(
         traced[:] = values[: len(params)]
         state = dict(zip(names, values, strict=False))
         folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
-        with Constants(), calls:  # `calls` comes first, to see calls that `Constants` answers
+        with (
+            noting_rate_reads() as reads,
+            Constants(),
+            calls,
+        ):  # `calls` comes first, to see calls that `Constants` answers
             out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
             if checks:
                 (loss, logs), after = out
                 # divide the loss by 1, or by 0 if a check fails
                 out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after
+        rate_reads.append(reads.seen)
         outputs, spec = pytree.tree_flatten(out)
         runs.append((values, outputs, spec))
         return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
@@ -257,7 +266,7 @@ def _record(
     trainable = [param.requires_grad for param in params.values()]
     values, outputs, out_spec = runs[0]
     recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec, precision)
-    recorded.checked = bool(checks)
+    recorded.checked, recorded.rates_unread = bool(checks), not any(rate_reads)
     reached = reached_by(outputs[0]) if grad else set()
     recorded.used = [id(value) in reached for value in values[: len(params)]]
     return recorded, repeats

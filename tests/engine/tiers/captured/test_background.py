@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import select
 import signal
 import subprocess
@@ -158,6 +159,22 @@ def test_a_faster_step_takes_over(chunk: int) -> None:
     ((step_seconds, load_seconds),) = measured
     assert step_seconds == 0.5 and 0 < load_seconds < 100
     assert unit.set_up_seconds > 100, "another shape would take what the other process took"
+
+
+def test_the_other_process_knows_all_our_operators() -> None:
+    """Also those of a GPU, such as a dropout's mask, which are registered when they are first used."""
+    folder = Path(shoal.__file__).parent
+    names = {
+        name for file in folder.rglob("*.py") for name in re.findall(r'custom_op\("shoal::(\w+)"', file.read_text())
+    }
+    assert {"hold", "counter_mask", "patches"} <= names
+    program = (
+        "import importlib, sys, torch; from shoal.engine.tiers.captured.background import OPERATORS; "
+        "[importlib.import_module(module) for module in OPERATORS]; "
+        "print([name for name in sys.argv[1:] if not hasattr(torch.ops.shoal, name)])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *sorted(names)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.usefixtures("as_on_a_gpu", "uncompiled")

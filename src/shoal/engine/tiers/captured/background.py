@@ -7,6 +7,7 @@ trains as before.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -42,6 +43,11 @@ _PROGRAM = (
     "import json, sys; sys.path += json.loads(sys.argv[2]); "
     "from shoal.engine.tiers.captured.background import compile_from; compile_from(sys.argv[1])"
 )
+OPERATORS = (
+    "shoal.engine.optim.compile_fence", "shoal.engine.kernels.channel_sums", "shoal.engine.kernels.patches",
+    "shoal.engine.kernels.pooling", "shoal.utils.mask_kernel",
+)  # fmt: skip
+"""Modules that register operators of ours, without which a graph that has them cannot be read."""
 _PRECISIONS = {"ieee": "highest", "tf32": "high"}
 """The names of `torch.set_float32_matmul_precision` for those of `fp32_precision`."""
 _FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -268,8 +274,8 @@ def compile_from(lifeline: str) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx._graph_pickler import GraphPickler
 
-        import shoal.engine.optim.compile_fence  # noqa: F401  # its operators are in the graph
-
+        for module in OPERATORS:
+            importlib.import_module(module)
         settings, data = pickle.load(sys.stdin.buffer)
         _apply(settings)
         graph = GraphPickler.loads(data, FakeTensorMode(allow_non_fake_inputs=True))
