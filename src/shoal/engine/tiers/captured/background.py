@@ -44,8 +44,8 @@ _PROGRAM = (
     "from shoal.engine.tiers.captured.background import compile_from; compile_from(sys.argv[1])"
 )
 OPERATORS = (
-    "shoal.engine.optim.compile_fence", "shoal.engine.kernels.channel_sums", "shoal.engine.kernels.patches",
-    "shoal.engine.kernels.pooling", "shoal.utils.mask_kernel",
+    "shoal.engine.optim.compile_fence", "shoal.engine.kernels.attention", "shoal.engine.kernels.channel_sums",
+    "shoal.engine.kernels.patches", "shoal.engine.kernels.pooling", "shoal.utils.mask_kernel",
 )  # fmt: skip
 """Modules that register operators of ours, without which a graph that has them cannot be read."""
 _PRECISIONS = {"ieee": "highest", "tf32": "high"}
