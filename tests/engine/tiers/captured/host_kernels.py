@@ -1,9 +1,10 @@
-"""Kernels compiled for the host, where there is no GPU: the same source, one thread."""
+"""Kernels compiled for the host, where there is no GPU: the same source, block by block, with one thread."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -24,8 +25,17 @@ using std::exp; using std::tanh; using std::sqrt; using std::log; using std::erf
 #define __device__
 #define asm(...)
 #define __restrict__
-struct place { unsigned x; };
-static const place blockIdx{0}, threadIdx{0}, blockDim{1}, gridDim{1};
+#define __shared__
+#define __dmul_rn(a, b) ((a) * (b))
+#define __syncthreads()
+#define __syncthreads_or(x) (x)
+struct place { unsigned x, y; };
+static const place threadIdx{0, 0}, blockDim{1, 1};
+static place blockIdx{0, 0}, gridDim{1, 1};
+extern "C" void set_block(unsigned x, unsigned y, unsigned grid_x, unsigned grid_y) {
+  blockIdx = {x, y};
+  gridDim = {grid_x, grid_y};
+}
 static inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4); return f; }
 static inline unsigned __float_as_uint(float f) { unsigned u; std::memcpy(&u, &f, 4); return u; }
 static inline float __int_as_float(int u) { return __uint_as_float(u); }
@@ -45,7 +55,9 @@ def load(source: str, names: Sequence[str]) -> list[Kernel]:
     def kernel(name: str) -> Kernel:
         def run(*, grid: Any, block: Any, args: Sequence[Any]) -> None:
             values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a) for a in args]
-            getattr(loaded, name)(*values)
+            for x, y in itertools.product(range(grid[0]), range(grid[1])):
+                loaded.set_block(x, y, *grid[:2])
+                getattr(loaded, name)(*values)
 
         return run
 
