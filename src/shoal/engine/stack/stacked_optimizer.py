@@ -129,13 +129,20 @@ class StackedOptimizer:
             else:
                 rule.update_all_(params, group_grads, states, hparams, active)
 
-    def prepare_kernels(self) -> None:
-        """Start to compile the kernels of `update`."""
-        leaves = self.span.leaves
-        for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
-            params = [leaves[i] for i in indices]
+    def prepare_kernels(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Start to compile the kernels of `update`, for gradients of these dtypes."""
+        for (rule, indices), states in zip(self.groups, self.states, strict=True):
+            params = [self.span.leaves[i] for i in indices]
             if _update_kernel.suits(rule, params, states):
-                _update_kernel.prepare(rule, params, states[0], self.columns.groups[g])
+                _update_kernel.prepare(rule, params, [dtypes[i] for i in indices])
+
+    def reads_half(self) -> bool:
+        """Return whether `update` accepts gradients in half precision for parameters in float32."""
+        return all(
+            _update_kernel.suits(rule, [self.span.leaves[i] for i in indices], states)
+            for (rule, indices), states in zip(self.groups, self.states, strict=True)
+            if indices
+        )
 
     # --- schedules --------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import shutil
@@ -43,14 +44,19 @@ template <typename T> static inline T rsqrt(T x) { return T(1) / std::sqrt(x); }
 """
 
 
-def load(source: str, names: Sequence[str]) -> list[Kernel]:
+@functools.cache
+def _compiled(source: str) -> ctypes.CDLL:
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp())
     path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.cpp"
     path.write_text(PRELUDE + source)
     library = path.with_suffix(".so")
     subprocess.run([COMPILER, "-O1", "-w", "-shared", "-fPIC", "-o", library, path], check=True)
-    loaded = ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
+
+
+def load(source: str, names: Sequence[str]) -> list[Kernel]:
+    loaded = _compiled(source)
 
     def kernel(name: str) -> Kernel:
         def run(*, grid: Any, block: Any, args: Sequence[Any]) -> None:

@@ -189,7 +189,7 @@ class Step:
         if stack.scaler is not None:  # on a copy: at the initial scale gradients overflow
             stack.scaler.scale_M.fill_(256.0)
         try:
-            stack.optimizer.prepare_kernels()
+            stack.optimizer.prepare_kernels([leaf.dtype for leaf in stack.leaves])
             _nudge(stack.leaves)
             with Recording(given) as recording:
                 losses, logs, after, grads = self._gradients(stack, batch, inputs)
