@@ -108,6 +108,17 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the number of a tensor's current value."""
         return self._find(tensor)
 
+    def before_cast(self, number: int) -> int:
+        """Return the value in half precision of which this one is a copy in float32, or its own number."""
+        value = self.values[number]
+        call = self.calls[value.call] if value.call >= 0 else None
+        if call is None or call.func is not aten._to_copy.default or value.storage in self.written:
+            return number
+        half = self.values[call.reads[0]]
+        same = (half.shape, half.stride, half.device) == (value.shape, value.stride, value.device)
+        exact = half.dtype in (torch.bfloat16, torch.float16) and value.dtype == torch.float32
+        return call.reads[0] if same and exact and half.storage not in self.written else number
+
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record a call, with the values it reads, writes and returns."""
         if torch.Tag.data_dependent_output in func.tags:
