@@ -39,6 +39,7 @@ class Fused:
     """Repeats what was recorded, from inputs of the same shapes to the same outputs."""
 
     def __init__(self, recording: Recording, outputs: Sequence[int | None], device: torch.device, load: Load) -> None:
+        recording.keep_numbers(outputs)
         self.values, self.calls = recording.values, recording.calls
         self.inputs, self.outputs = recording.inputs, list(outputs)
         self._device, self._grouping = device, Grouping(recording, device)

@@ -58,7 +58,8 @@ class Plan:
         last_call = -1
         for step in self.steps:
             if isinstance(step, Call):
-                last_call = self.place[step] = len(self.entries)
+                self.place[step] = len(self.entries)
+                last_call = last_call if step.is_view else self.place[step]
                 self.entries.append(step)
                 continue
             size, others = self.sizes(step), launches.setdefault(self.codes(step), [])
@@ -80,7 +81,7 @@ class Plan:
         for at in range(len(self.entries) - 1, -1, -1):
             entry = self.entries[at]
             if isinstance(entry, Call):
-                next_call = at
+                next_call = next_call if entry.is_view else at
                 self._note(entry, at, latest)
                 continue
             for group in list(entry.groups):
