@@ -231,8 +231,8 @@ def test_groups_of_one_code_are_one_launch() -> None:
 
 def test_what_would_take_more_memory_is_not_computed_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(small: Tensor, other: Tensor, x: Tensor) -> list[Tensor]:
-        first = torch.tanh(small + torch.zeros_like(x)) @ x
-        return [torch.tanh(other + torch.zeros_like(x)) @ first]
+        first = torch.tanh(small + small.unsqueeze(1)) @ x
+        return [torch.tanh(other + other.unsqueeze(1)) @ first]
 
     inputs = [drawn(8), drawn(8) + 1, drawn(8, 8)]
     assert launches(assert_same(step, inputs, 1e-10)) == [1, 1]
