@@ -9,6 +9,7 @@ outside `active` are left unchanged, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ _SGD = "{momentum}\n  param = param + grad * c_neg_lr;"
 _MOMENTUM = "momentum_buffer = momentum_buffer * c_keep + grad * c_take;"
 
 _KERNELS = """
-typedef {kind} T;
+typedef {value_kind} T;
 typedef {grad_kind} G;
 struct alignas(16) values {{ T v[WIDTH]; }};
 struct alignas(sizeof(G) == 2 ? 8 : 16) gradients {{ G v[WIDTH]; }};
@@ -55,7 +56,7 @@ extern "C" __global__ void update({update_parameters}) {{
   if (!active[row]) return;
   {selection}
   const T {held};
-  const bool wide = n % WIDTH == 0 && (({addresses}) & 15) == 0;
+  const bool wide = n % WIDTH == 0 && ({addresses}) % 16 == 0 && (unsigned long long)p_grad % alignof(gradients) == 0;
   const unsigned width = wide ? WIDTH : 1;
   for (unsigned i = (block * blockDim.x + threadIdx.x) * width; i < (unsigned)n; i += blocks * blockDim.x * width) {{
     const long long at = (long long)row * n + i;
@@ -174,21 +175,27 @@ def _places(rule: Rule, count: int) -> int:
 
 def _source(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype, places: int) -> str:
     """Return the CUDA source of the kernels, with room for so many parameters in a launch of `update`."""
-    flags, pointers = rule.flags, _pointers(rule)
+    return _written(type(rule), rule.flags, dtype, grad_dtype, places)
+
+
+@cache
+def _written(kind: type[Rule], flags: frozenset[str], dtype: torch.dtype, grad_dtype: torch.dtype, places: int) -> str:
+    rule = kind(flags)
+    pointers = _pointers(rule)
     updated = ["param", *rule.buffers()]
-    coefficients = _COEFFICIENTS[type(rule)](flags)
+    coefficients = _COEFFICIENTS[kind](flags)
     convert = _HALF_KINDS.get(grad_dtype, "")
     body = ["grad = -grad;"] if "maximize" in flags else []
     if "shrink" in coefficients:
         body.append("param = param * c_shrink;")
     elif "weight_decay" in flags:
         body.append("grad = grad + param * c_weight_decay;")
-    body.append(_ARITHMETIC[type(rule)](flags))
+    body.append(_ARITHMETIC[kind](flags))
     setup, clocks = _STARTED if "started" in rule.clock and "momentum" in flags else ("", "")
     clock_kinds = {"started": "bool"}
     vectors = dict.fromkeys(updated, "values") | {"grad": "gradients"}
     return cuda_kernels.constants({"WIDTH": WIDTH}) + HALF_PRECISION + _KERNELS.format(
-        kind=_KINDS[dtype],
+        value_kind=_KINDS[dtype],
         grad_kind="half_bits" if convert else _KINDS[dtype],
         tick_parameters=", ".join([
             *(f"const double* __restrict__ h_{name}" for name in rule.columns),
@@ -205,7 +212,7 @@ def _source(rule: Rule, dtype: torch.dtype, grad_dtype: torch.dtype, places: int
         ]),
         selection=parts.selection(pointers, places),
         held=", ".join(f"c_{name} = coefficients[{i} * gridDim.y + row]" for i, name in enumerate(coefficients)),
-        addresses=" | ".join(f"(unsigned long long){name}" for _, name in pointers),
+        addresses=" | ".join(f"(unsigned long long)p_{name}" for name in updated),
         vectors=", ".join(f"v_{name}" for name in updated),
         wide_loads=" ".join(f"v_{name} = *(const {kind}*)(p_{name} + at);" for name, kind in vectors.items()),
         loads=" ".join(f"v_{name}.v[0] = p_{name}[at];" for name in vectors),
