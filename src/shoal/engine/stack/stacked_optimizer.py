@@ -120,10 +120,12 @@ class StackedOptimizer:
                 continue
             group_grads: list[Tensor] = [grads[i] for i in indices]  # type: ignore[misc]
             at_once, params, hparams = self._fused[g], [leaves[i] for i in indices], self.columns.groups[g]
+            if at_once is None and not is_traced() and _update_kernel.suits(rule, params, states):
+                _update_kernel.update(rule, params, group_grads, states, hparams, active)
+                continue
+            group_grads = [grad.to(param.dtype) for grad, param in zip(group_grads, params, strict=True)]
             if at_once is not None:
                 at_once.update(group_grads, hparams, active)
-            elif not is_traced() and _update_kernel.suits(rule, params, states):
-                _update_kernel.update(rule, params, group_grads, states, hparams, active)
             elif not is_traced() and _flat_state.suits_copies(rule, params, states):
                 _flat_state.update_copies(rule, params, group_grads, states, hparams, active)
             else:

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from shoal.engine.kernels import gathering
 from shoal.engine.proof.group import group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.rules import op_context
 from shoal.engine.stack import _flat_state, _update_kernel, fused_update
-from shoal.engine.tiers.captured import _ending, _gathering, _step
+from shoal.engine.tiers.captured import _ending, _step
 from shoal.engine.tiers.captured._step import Inputs, Step
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.preparation.checks import prepare
@@ -187,7 +188,7 @@ def test_a_gathered_batch(shared: bool, launched: list[str], monkeypatch: pytest
     ]  # fmt: skip
     for rows, members in ((8, 3), (5, 1)):
         inputs = inputs_of(members, n, data, shared=shared, random=Random(rows))
-        assert inputs.orders is not None and _gathering.suits(data, inputs.orders, rows)
+        assert inputs.orders is not None and gathering.suits(data, inputs.orders, rows)
         step: Any = SimpleNamespace(rows=rows, batch_size=8)
         given = Step._gather(step, inputs)
         with monkeypatch.context() as patch:

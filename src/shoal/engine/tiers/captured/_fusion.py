@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from shoal.engine.kernels import parts
 from shoal.engine.tiers.captured import _kernel_source as source
-from shoal.engine.tiers.captured._code import Code
 from shoal.engine.tiers.captured._grouping import Group, Grouping, same_order
-from shoal.engine.tiers.captured._launches import Launch, Plan, Size
+from shoal.engine.tiers.captured._launches import Code, Launch, Plan, Size
 from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref, Value
 from shoal.utils.cuda_kernels import Kernel, aligned, current_device
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.engine.kernels import gathering
 from shoal.engine.optim.compile_fence import fence, is_traced
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
-from shoal.engine.tiers.captured import _ending, _gathering
+from shoal.engine.tiers.captured import _ending
 from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._recording import Recording
 from shoal.engine.tiers.unit import context_lost
@@ -263,8 +264,8 @@ class Step:
         """Return the batch of every member, gathered from the data set by its order."""
         if inputs.orders is None:
             return inputs.data
-        if _has_kernels(inputs.place.device) and _gathering.suits(inputs.data, inputs.orders, self.rows):
-            return _gathering.gather(inputs.data, inputs.orders, inputs.place, self.rows, self.batch_size)
+        if _has_kernels(inputs.place.device) and gathering.suits(inputs.data, inputs.orders, self.rows):
+            return gathering.gather(inputs.data, inputs.orders, inputs.place, self.rows, self.batch_size)
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
         at = at.clamp(0, inputs.orders.shape[-1] - 1)  # a row that takes no step may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
