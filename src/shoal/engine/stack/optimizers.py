@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from shoal.engine.members.member import Member
@@ -203,10 +204,14 @@ class Optimizers:
 
     # --- members' state ---------------------------------------------------------------------------------------------
 
-    def prepare_kernels(self) -> None:
-        """Start to compile the kernels that updates on a GPU will use."""
+    def prepare_kernels(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Start to compile the kernels that updates on a GPU will use, for gradients of these dtypes."""
         for part in self._ruled:
-            part.prepare_kernels()
+            part.prepare_kernels(dtypes)
+
+    def reads_half(self) -> bool:
+        """Return whether `update` accepts gradients in half precision for parameters in float32."""
+        return not self.writes_gradients and all(part.reads_half() for part in self._ruled)
 
     def rows(self, slot: int) -> list[Tensor]:
         """Return a member's rows of all state tensors, on the device."""

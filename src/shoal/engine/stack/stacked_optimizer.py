@@ -120,22 +120,31 @@ class StackedOptimizer:
                 continue
             group_grads: list[Tensor] = [grads[i] for i in indices]  # type: ignore[misc]
             at_once, params, hparams = self._fused[g], [leaves[i] for i in indices], self.columns.groups[g]
+            if at_once is None and not is_traced() and _update_kernel.suits(rule, params, states):
+                _update_kernel.update(rule, params, group_grads, states, hparams, active)
+                continue
+            group_grads = [grad.to(param.dtype) for grad, param in zip(group_grads, params, strict=True)]
             if at_once is not None:
                 at_once.update(group_grads, hparams, active)
-            elif not is_traced() and _update_kernel.suits(rule, params, states):
-                _update_kernel.update(rule, params, group_grads, states, hparams, active)
             elif not is_traced() and _flat_state.suits_copies(rule, params, states):
                 _flat_state.update_copies(rule, params, group_grads, states, hparams, active)
             else:
                 rule.update_all_(params, group_grads, states, hparams, active)
 
-    def prepare_kernels(self) -> None:
-        """Start to compile the kernels of `update`."""
-        leaves = self.span.leaves
-        for g, ((rule, indices), states) in enumerate(zip(self.groups, self.states, strict=True)):
-            params = [leaves[i] for i in indices]
+    def prepare_kernels(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Start to compile the kernels of `update`, for gradients of these dtypes."""
+        for (rule, indices), states in zip(self.groups, self.states, strict=True):
+            params = [self.span.leaves[i] for i in indices]
             if _update_kernel.suits(rule, params, states):
-                _update_kernel.prepare(rule, params, states[0], self.columns.groups[g])
+                _update_kernel.prepare(rule, params, [dtypes[i] for i in indices])
+
+    def reads_half(self) -> bool:
+        """Return whether `update` accepts gradients in half precision for parameters in float32."""
+        return all(
+            _update_kernel.suits(rule, [self.span.leaves[i] for i in indices], states)
+            for (rule, indices), states in zip(self.groups, self.states, strict=True)
+            if indices
+        )
 
     # --- schedules --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from shoal.engine.rules import op_context
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
-from shoal.engine.stack import _flat_state, transfer
+from shoal.engine.stack import _flat_state, _update_kernel, fused_update, transfer
 from shoal.engine.tiers.captured import _kernel_source, _step
 from shoal.engine.tiers.captured import chunk as chunk_module
 from shoal.engine.tiers.captured.compiling import Executable
@@ -314,12 +314,15 @@ class Recurrent(nn.Module):
 @pytest.mark.skipif(host_kernels.COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("chunk", [1, 8])
 @pytest.mark.parametrize(
-    "case", ["dropout rates", "images", "kinds of optimizers", "recurrent", "logs", "clip by value"]
+    "case", ["dropout rates", "images", "kinds of optimizers", "recurrent", "logs", "clip by value", "one diverges"]
 )
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_fused_steps_equal_the_reference_loop(case: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels that a GPU gets, compiled for the host."""
     monkeypatch.setattr(_step, "can_fuse", lambda _: True)
+    monkeypatch.setattr(_update_kernel, "on_gpu", lambda _: True)
+    for module in (_flat_state, fused_update):  # of updates on a CPU
+        monkeypatch.setattr(module, "suits", lambda *_: False)
     monkeypatch.setattr(_step.cuda_kernels, "load", host_kernels.load)
     jobs = [job(i, model=Recurrent) for i in range(3)] if case == "recurrent" else CASES[case]
     members, trace_cache = prepare(jobs, CPU), TraceCache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from tests.engine.tiers.captured import host_kernels
 from torch import Tensor, nn
 
+from shoal.engine.tiers.captured import _launches
 from shoal.engine.tiers.captured._fusion import Fused
-from shoal.engine.tiers.captured._grouping import Group
+from shoal.engine.tiers.captured._launches import Launch
 from shoal.engine.tiers.captured._recording import NotRecordable, Recording
 from shoal.utils import cuda_kernels
 
@@ -34,7 +36,7 @@ def fused(function: Function, inputs: Sequence[Tensor]) -> tuple[Fused, list[Ten
 
 
 def num_kernels(made: Fused) -> int:
-    return sum(isinstance(step, Group) for step in made._steps)
+    return sum(isinstance(step, Launch) for step in made._steps)
 
 
 def assert_same(function: Function, inputs: Sequence[Tensor], rtol: float) -> Fused:
@@ -196,6 +198,79 @@ def test_parts_of_a_tensor_that_begin_anywhere() -> None:
 
     for dtype in (torch.float64, torch.float32):
         assert_same(step, [drawn(4, 3, 5, dtype=dtype), drawn(16, dtype=dtype)], 1e-6)
+
+
+def launches(made: Fused) -> list[int]:
+    """The number of groups of each launch, in their order."""
+    return [len(step.groups) for step in made._steps if isinstance(step, Launch)]
+
+
+def test_groups_of_one_code_are_one_launch() -> None:
+    """Casts of weights at the start, casts of gradients at the end, whatever their sizes and however many there are."""
+
+    def step(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        h, halves = x, []
+        for weight in weights:
+            halves.append(weight.to(torch.bfloat16))
+            h = h @ halves[-1]
+        grads = []
+        for half in reversed(halves):
+            h = h @ half.t()
+            grads.append((h.t() @ h[:, : half.shape[1]]).float())
+        return [h, *grads]
+
+    for count, expected in ((5, [5, 5]), (70, [64, 6, 6, 64])):
+        sizes = [(4 + i % 3 * 4, 4 + (i + 1) % 3 * 4) for i in range(count)]
+        weights = [drawn(*size, dtype=torch.float32) / 4 for size in sizes]
+        made = assert_same(step, [drawn(5, 4, dtype=torch.bfloat16), *weights], 1e-2)
+        assert sorted(launches(made)) == sorted(expected)
+        order = "".join("x" if isinstance(step, Launch) else "." for step in made._steps)
+        assert (order[0], order[-1]) == ("x", "x")
+        assert count > 64 or "x" not in order[1:-1], order
+
+
+def test_what_would_take_more_memory_is_not_computed_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(small: Tensor, other: Tensor, x: Tensor) -> list[Tensor]:
+        first = torch.tanh(small + small.unsqueeze(1)) @ x
+        return [torch.tanh(other + other.unsqueeze(1)) @ first]
+
+    inputs = [drawn(8), drawn(8) + 1, drawn(8, 8)]
+    assert launches(assert_same(step, inputs, 1e-10)) == [1, 1]
+
+    def halves(x: Tensor, y: Tensor) -> list[Tensor]:
+        single = x.float()
+        return [y.float() @ (single @ single)]
+
+    inputs = [drawn(8, 8), drawn(8, 8) + 1]
+    assert launches(assert_same(halves, inputs, 1e-5)) == [2]
+    monkeypatch.setattr(_launches, "LARGE", 100)
+    assert launches(assert_same(halves, inputs, 1e-5)) == [1, 1], "large ones stay where they are"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_steps_keeps_what_they_need(seed: int) -> None:
+    """Drawn programs of few kinds of steps, some of which write to what others have read."""
+    random = Random(seed)
+    choices = [(random.randrange(5), random.random(), random.random()) for _ in range(40)]
+
+    def step(*inputs: Tensor) -> list[Tensor]:
+        values = [x.clone() for x in inputs]
+        for kind, a, b in choices:
+            x, y = values[int(a * len(values))], values[int(b * len(values))]
+            if kind == 0:
+                values.append(torch.tanh(x))
+            elif kind == 1:
+                values.append((x * 0.5).to(torch.bfloat16).to(x.dtype))
+            elif kind == 2:
+                values.append(x - x.sum(0) / 8)
+            elif kind == 3:
+                values.append(x.flip(0))
+            elif x.shape == y.shape and x is not y:
+                x.add_(y)
+        return values
+
+    inputs = [drawn(4, 4), drawn(8, 8), drawn(6, 6)] if seed % 2 else [drawn(4), drawn(8), drawn(12)]
+    assert_same(step, inputs, 2e-2)
 
 
 def test_a_recurrence() -> None:

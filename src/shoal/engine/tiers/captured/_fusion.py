@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.engine.kernels import parts
 from shoal.engine.tiers.captured import _kernel_source as source
 from shoal.engine.tiers.captured._grouping import Group, Grouping, same_order
+from shoal.engine.tiers.captured._launches import Code, Launch, Plan, Size
 from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref, Value
 from shoal.utils.cuda_kernels import Kernel, aligned, current_device
 
@@ -24,7 +26,7 @@ Load = Callable[[str, Sequence[str]], Sequence[Kernel]]
 
 @dataclass(slots=True)
 class _Kernel:
-    name: str
+    code: Code
     loads: list[int]
     in_order: set[int]
     """Those that are read several elements at a time, whose addresses must be multiples of 16 bytes."""
@@ -36,19 +38,32 @@ class Fused:
     """Repeats what was recorded, from inputs of the same shapes to the same outputs."""
 
     def __init__(self, recording: Recording, outputs: Sequence[int | None], device: torch.device, load: Load) -> None:
+        recording.keep_numbers(outputs)
         self.values, self.calls = recording.values, recording.calls
         self.inputs, self.outputs = recording.inputs, list(outputs)
         self._device, self._grouping = device, Grouping(recording, device)
         self._group_of = self._grouping.group_of
-        self._steps = list(self._order(self._needed()))
-        bodies: dict[str, str] = {}
-        self._kernels = {id(step): self._kernel(step, bodies) for step in self._steps if isinstance(step, Group)}
-        text = source.PRELUDE + "".join(body.replace("NAME", name) for body, name in bodies.items())
-        self.source = text
-        with current_device(device):
-            kernels = load(text, list(bodies.values())) if bodies else []
-        self._loaded = dict(zip(bodies.values(), kernels, strict=True))
+        self._needed = self._find_needed()
+        self._kernels = {group: self._kernel(group) for group in self._group_of.values() if group.stored}
+        ordered = list(self._order())
+        self._steps = Plan(ordered, self._before, lambda group: self._kernels[group].code, self._size).joined()
+        self._load_kernels(load)
         self._last_uses = self._find_last_uses()
+
+    def _load_kernels(self, load: Load) -> None:
+        """Write and compile one kernel for each code and number of places."""
+        launches = [step for step in self._steps if isinstance(step, Launch)]
+        wanted = dict.fromkeys(map(self._code, launches))
+        names = {key: f"shoal_{i}" for i, key in enumerate(wanted)}
+        self.source = source.PRELUDE + "".join(code.written(name, room) for (code, room), name in names.items())
+        with current_device(self._device):
+            kernels = load(self.source, list(names.values())) if names else []
+        self._loaded = dict(zip(names, kernels, strict=True))
+
+    def _code(self, launch: Launch) -> tuple[Code, int]:
+        """Return the code of a launch, and for how many groups its kernel has room."""
+        code = self._kernels[launch.groups[0]].code
+        return code, parts.places(len(launch.groups), len(code.pointers))
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         held: list[Any] = [value.constant for value in self.values]
@@ -57,8 +72,8 @@ class Fused:
         device = self._device
         with torch.no_grad(), torch.autocast(device.type, enabled=False), current_device(device):
             for step, dead in zip(self._steps, self._last_uses, strict=True):
-                if isinstance(step, Group):
-                    self._launch(self._kernels[id(step)], held)
+                if isinstance(step, Launch):
+                    self._launch(step, held)
                 else:
                     self._call(step, held)
                 for number in dead:
@@ -75,8 +90,15 @@ class Fused:
             if number is not None:
                 held[number] = given
 
-    def _launch(self, kernel: _Kernel, held: list[Any]) -> None:
-        """Allocate a kernel's results and launch it, after checking the layout of its operands."""
+    def _launch(self, launch: Launch, held: list[Any]) -> None:
+        """Compute the groups of a launch."""
+        given = [self._part(self._kernels[group], held) for group in launch.groups]
+        key = self._code(launch)
+        arguments, blocks = parts.arguments(given, key[1])
+        self._loaded[key](grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=arguments)
+
+    def _part(self, kernel: _Kernel, held: list[Any]) -> parts.Part:
+        """Allocate a kernel's results, and return its arguments after checking the layout of its operands."""
         for number in kernel.stores:
             value = self.values[number]
             held[number] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
@@ -88,12 +110,11 @@ class Fused:
                     f"a tensor lies otherwise than when it was recorded: {tensor.stride()}, {tensor.dtype}"
                 )
         tensors = [*loaded, *(held[number] for number in kernel.stores)]
-        blocks = min(-(-kernel.numel // (4 * THREADS)), MOST_BLOCKS)
-        self._loaded[kernel.name](grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=[*tensors, kernel.numel])
+        return parts.Part(tensors, kernel.numel, min(-(-kernel.numel // (4 * THREADS)), MOST_BLOCKS))
 
     # --- in which order ---------------------------------------------------------------------------------------------
 
-    def _needed(self) -> set[int]:
+    def _find_needed(self) -> set[int]:
         """Return the calls outside of groups that are needed, and mark what the groups store."""
         needed: set[int] = set()
         seen: set[int] = set()
@@ -117,49 +138,54 @@ class Fused:
                 waiting += self.calls[index].reads
         return needed
 
-    def _order(self, needed: set[int]) -> Iterator[Call | Group]:
+    def _order(self) -> Iterator[Call | Group]:
         """Yield the calls in their own order, and each group as late as possible."""
-        done: set[int] = set()
+        done: set[Call | Group] = set()
 
-        def before(step: int | Group) -> Iterator[int | Group]:
-            if isinstance(step, Group):
-                numbers = [number for number, _ in self._grouping.inside(step, step.stored)[1]]
-            else:
-                numbers = self.calls[step].reads
-                for index in self.calls[step].after:
-                    group = self._group_of.get(index)
-                    if group is not None and group.stored:
-                        yield group
-                    elif index in needed:
-                        yield index
-            for number in numbers:
-                index = self.values[number].call
-                if index >= 0:
-                    yield self._group_of.get(index, index)
-
-        def emit(step: int | Group) -> Iterator[Call | Group]:
-            key = id(step) if isinstance(step, Group) else step
-            if key in done:
+        def emit(step: Call | Group) -> Iterator[Call | Group]:
+            if step in done:
                 return
-            done.add(key)
-            for other in before(step):
+            done.add(step)
+            for other in self._before(step):
                 yield from emit(other)
-            yield step if isinstance(step, Group) else self.calls[step]
+            yield step
 
-        for index in sorted(needed):
-            yield from emit(index)
+        for index in sorted(self._needed):
+            yield from emit(self.calls[index])
         for number in self.outputs:
             if number is not None and self.values[number].call >= 0:
-                call = self.values[number].call
-                yield from emit(self._group_of.get(call, call))
+                yield from emit(self._step_of(self.values[number].call))
+
+    def _before(self, step: Call | Group) -> Iterator[Call | Group]:
+        """Yield what must be done before a step."""
+        numbers = self._kernels[step].loads if isinstance(step, Group) else step.reads
+        for index in () if isinstance(step, Group) else step.after:
+            group = self._group_of.get(index)
+            if group is not None and group.stored:
+                yield group
+            elif index in self._needed:
+                yield self.calls[index]
+        for number in numbers:
+            if self.values[number].call >= 0:
+                yield self._step_of(self.values[number].call)
+
+    def _step_of(self, index: int) -> Call | Group:
+        return self._group_of.get(index, self.calls[index])
+
+    def _size(self, group: Group) -> Size:
+        kernel = self._kernels[group]
+        read, written = (
+            sum(self._grouping.bytes_of(number) for number in numbers) for numbers in (kernel.loads, kernel.stores)
+        )
+        return Size(read, written)
 
     def _find_last_uses(self) -> list[list[int]]:
         """Return for each step the values that are not used after it."""
         last: dict[int, int] = {}
         for place, step in enumerate(self._steps):
-            if isinstance(step, Group):
-                kernel = self._kernels[id(step)]
-                numbers = [*kernel.loads, *kernel.stores]
+            if isinstance(step, Launch):
+                kernels = [self._kernels[group] for group in step.groups]
+                numbers = [number for kernel in kernels for number in (*kernel.loads, *kernel.stores)]
             else:
                 numbers = [*step.reads, *(n for n in step.gives if n is not None), *(n for _, n in step.written)]
             last.update(dict.fromkeys(numbers, place))
@@ -172,8 +198,8 @@ class Fused:
 
     # --- source -----------------------------------------------------------------------------------------------------
 
-    def _kernel(self, group: Group, bodies: dict[str, str]) -> _Kernel:
-        """Return a group's kernel; groups with the same code share one."""
+    def _kernel(self, group: Group) -> _Kernel:
+        """Return a group's code and what it reads and writes."""
         calls, loads = self._grouping.inside(group, group.stored)
         wide = 4 if group.numel % 4 == 0 else 1
         pointers = {number: f"a{i}" for i, number in enumerate(dict.fromkeys(number for number, _ in loads))}
@@ -196,41 +222,27 @@ class Fused:
             body.append(self._statement(index, f"y{place}", calls, names))
             names[index] = f"y{place}"
         results = [names[self.values[number].call] for number in stores]
-        return self._finish(group, bodies, pointers, linear, stores, setup, body, results, wide)
+        return self._finish(group, pointers, linear, stores, setup, body, results, wide)
 
     def _finish(
-        self, group: Group, bodies: dict[str, str], pointers: dict[int, str], linear: set[int], stores: list[int],
+        self, group: Group, pointers: dict[int, str], linear: set[int], stores: list[int],
         setup: list[str], body: list[str], results: list[str], wide: int,
     ) -> _Kernel:  # fmt: skip
-        """Write the source of a kernel from its statements."""
-        kinds = [self.values[number].dtype for number in stores]
-        parameters = [f"const {source.STORED[self.values[n].dtype]}* __restrict__ {p}" for n, p in pointers.items()]
-        parameters += [f"{source.STORED[dtype]}* __restrict__ o{i}" for i, dtype in enumerate(kinds)]
+        """Add the statements that store the results."""
+        kinds = [source.STORED[self.values[number].dtype] for number in stores]
+        all_pointers = [(f"const {source.STORED[self.values[n].dtype]}*", pointer) for n, pointer in pointers.items()]
+        all_pointers += [(f"{kind}*", f"o{i}") for i, kind in enumerate(kinds)]
         end = []
-        for i, (dtype, result) in enumerate(zip(kinds, results, strict=True)):
-            kind, stored = source.STORED[dtype], source.store(dtype, result)
+        for i, (number, kind, result) in enumerate(zip(stores, kinds, results, strict=True)):
+            stored = source.store(self.values[number].dtype, result)
             if wide == 4:
                 setup.append(f"vec_{kind} r{i};")
                 body.append(f"r{i}.v[j] = {stored};")
                 end.append(f"*(vec_{kind}*)(o{i} + base) = r{i};")
             else:
                 body.append(f"o{i}[i] = {stored};")
-        lines = [
-            f'extern "C" __global__ void NAME({", ".join([*parameters, "int n"])}) {{',
-            f"  for (unsigned base = (blockIdx.x * blockDim.x + threadIdx.x) * {wide}u; base < (unsigned)n;",
-            f"       base += gridDim.x * blockDim.x * {wide}u) {{",
-            *(f"    {line}" for line in setup),
-            "    #pragma unroll",
-            f"    for (unsigned j = 0; j < {wide}u; ++j) {{",
-            "      const unsigned i = base + j;",
-            *(f"      {line}" for line in body),
-            "    }",
-            *(f"    {line}" for line in end),
-            "  }",
-            "}\n",
-        ]
-        name = bodies.setdefault("\n".join(lines), f"shoal_{len(bodies)}")
-        return _Kernel(name, list(pointers), linear, stores, group.numel)
+        code = Code(tuple(all_pointers), wide, tuple(setup), tuple(body), tuple(end))
+        return _Kernel(code, list(pointers), linear, stores, group.numel)
 
     def _statement(self, index: int, name: str, calls: set[int], names: dict[Any, str]) -> str:
         """Return the C statement of one call."""

@@ -145,8 +145,8 @@ class Grouping:
             calls, needed = self.inside(other, {self.values[n].root for n in numbers})
             held = {self.values[n].root for n, _ in loads} - {self.values[n].root for n in numbers}
             reads = {self.values[n].root: n for n, _ in needed}
-            more = sum(self._bytes(root) for root in reads if root not in held)
-            less = sum(self._bytes(n) for n in numbers) * 2
+            more = sum(self.bytes_of(root) for root in reads if root not in held)
+            less = sum(self.bytes_of(n) for n in numbers) * 2
             safe = all(self.values[n].storage not in self._written for n in reads.values())
             if more <= less and safe and len(group.all_calls | calls) <= MOST_CALLS:
                 group.again |= calls
@@ -174,7 +174,8 @@ class Grouping:
                     loads[number, out.shape, out.stride] = number, out
         return calls, list(loads.values())
 
-    def _bytes(self, number: int) -> int:
+    def bytes_of(self, number: int) -> int:
+        """Return the bytes of a value, without those that an expanded tensor repeats."""
         value = self.values[number]
         used = reduce(operator.mul, (n for n, s in zip(value.shape, value.stride, strict=True) if s), 1)
         return used * value.dtype.itemsize

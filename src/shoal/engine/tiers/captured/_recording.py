@@ -21,6 +21,14 @@ aten = torch.ops.aten
 _BATCH_NORMS = (aten.cudnn_batch_norm, aten.native_batch_norm, aten.miopen_batch_norm)
 """Operators that write their running averages without declaring it."""
 
+_MADE_OF_NUMBERS = {
+    aten.ones_like, aten.zeros_like, aten.full_like, aten.scalar_tensor, aten.ones, aten.zeros, aten.full, aten.arange,
+    aten.new_ones, aten.new_zeros, aten.new_full,
+}  # fmt: skip
+"""Operators whose result is the same at each call."""
+MOST_ELEMENTS = 1 << 16
+"""The largest number of elements of such a result that is kept."""
+
 
 class NotRecordable(RuntimeError):
     """The operators cannot be replayed from a recording; the message says why."""
@@ -72,6 +80,11 @@ class Call:
     written: list[tuple[int, int]] = field(default_factory=list)
     """What it writes to: the value before, and the value after."""
 
+    @property
+    def is_view(self) -> bool:
+        """Whether the call returns another view of memory and does nothing else."""
+        return not self.written and any(given.alias_info is not None for given in self.func._schema.returns)
+
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records everything that is called on tensors inside this context, while it runs."""
@@ -89,6 +102,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._readers: dict[int, list[int]] = {}
         """The calls that read a storage since it was last written to."""
         self._storages = 0
+        self._numbers: dict[int, Tensor] = {}
+        """Values that no tensor's content enters."""
         self._held = list(inputs)
         for tensor in inputs:
             self._enter(tensor, None)
@@ -107,6 +122,17 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def find(self, tensor: Tensor) -> int:
         """Return the number of a tensor's current value."""
         return self._find(tensor)
+
+    def before_cast(self, number: int) -> int:
+        """Return the value in half precision of which this one is a copy in float32, or its own number."""
+        value = self.values[number]
+        call = self.calls[value.call] if value.call >= 0 else None
+        if call is None or call.func is not aten._to_copy.default or value.storage in self.written:
+            return number
+        half = self.values[call.reads[0]]
+        same = (half.shape, half.stride, half.device) == (value.shape, value.stride, value.device)
+        exact = half.dtype in (torch.bfloat16, torch.float16) and value.dtype == torch.float32
+        return call.reads[0] if same and exact and half.storage not in self.written else number
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record a call, with the values it reads, writes and returns."""
@@ -127,6 +153,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for tensor in given:
             call.gives.append(self._give(tensor, index, call, addresses) if isinstance(tensor, Tensor) else None)
+
+        if func.overloadpacket in _MADE_OF_NUMBERS and call.gives[0] is not None and out.numel() <= MOST_ELEMENTS:
+            self._numbers[call.gives[0]] = out.detach()
+
+    def keep_numbers(self, outputs: Sequence[int | None]) -> None:
+        """Make constants of results that are the same at each call, unless they are written to or returned."""
+        others = self.written | {self.values[number].storage for number in outputs if number is not None}
+        for number, tensor in self._numbers.items():
+            if self.values[number].storage not in others:
+                self.values[number].constant, self.values[number].call = tensor, -1
 
     def _write(self, tensor: Tensor, index: int, call: Call) -> None:
         address = tensor.untyped_storage().data_ptr()

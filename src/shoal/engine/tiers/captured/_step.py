@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.engine.kernels import gathering
 from shoal.engine.optim.compile_fence import fence, is_traced
 from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
+from shoal.engine.tiers.captured import _ending
 from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._recording import Recording
 from shoal.engine.tiers.unit import context_lost
@@ -182,6 +184,12 @@ class Step:
         before = stack.saved_buffers()
         losses, logs, after, grads = self._gradients(stack, batch, inputs)
         with torch.no_grad():
+            if _has_kernels(stack.device) and _ending.suits(inputs, losses):
+                _write_logs(inputs, logs)
+                stepping = _ending.end_step(inputs, stack.active, losses)
+                stack.set_buffers(after, stepping, before)
+                stack.apply(grads, stepping)
+                return
             finite, moving = torch.isfinite(losses), inputs.moving
             stack.active.copy_(stack.active & (finite | ~moving))
             stepping = stack.active & moving
@@ -191,10 +199,7 @@ class Step:
             seen = torch.where(stack.active | ~finite, losses, float("nan")).to(inputs.losses.dtype)
             seen = torch.where(moving, seen, known)
             inputs.losses.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
-            if inputs.logs is not None:
-                known = inputs.logs.index_select(0, inputs.tick.view(1)).squeeze(0)
-                seen = torch.where(moving, torch.stack([log.to(known.dtype) for log in logs]), known)
-                inputs.logs.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
+            _write_logs(inputs, logs)
             inputs.place.add_(moving.any() if inputs.place.dim() == 0 else moving)
             inputs.count.add_(moving)
             inputs.tick.add_(1)
@@ -212,18 +217,18 @@ class Step:
         if stack.scaler is not None:  # on a copy: at the initial scale gradients overflow
             stack.scaler.scale_M.fill_(256.0)
         try:
-            stack.optimizer.prepare_kernels()
             _nudge(stack.leaves)
             with Recording(given) as recording:
                 losses, logs, after, grads = self._gradients(stack, batch, inputs)
             expected = [losses, *logs, *after.values(), *grads]
             numbers = [None if tensor is None else recording.find(tensor) for tensor in expected]
+            numbers = self._gradients_in_half(stack, recording, numbers)
             fused = Fused(recording, numbers, stack.device, cuda_kernels.load)
             with torch.no_grad():
                 expected = [None if tensor is None else tensor.clone() for tensor in expected]
                 stack.restore_buffers(before)
                 tolerance = TOLERANCE[min(recording.floating, key=lambda d: d.itemsize)]
-                results = fused(given)
+                results = _in_dtypes_of(expected, fused(given))
             same = _close(results, expected, tolerance)
             if not same:  # the gradient of a bias before a batch norm is only rounding
                 results = [None if tensor is None else tensor.clone() for tensor in results]
@@ -233,6 +238,19 @@ class Step:
                 raise
             return  # if memory is full, the warm-up that follows raises the error
         self.fused = fused if same else None
+
+    def _gradients_in_half(self, stack: Stack, recording: Recording, numbers: list[int | None]) -> list[int | None]:
+        """Return the numbers of a recording's results, and start to compile the update.
+
+        If nothing but the update reads gradients, its kernel makes float32 of those that autocast has made so.
+        """
+        first = len(numbers) - len(stack.leaves)
+        results, grads = numbers[:first], numbers[first:]
+        if stack.scaler is None and stack.clip_limits is None and stack.optimizer.reads_half():
+            grads = [None if number is None else recording.before_cast(number) for number in grads]
+        dtypes = [None if number is None else recording.values[number].dtype for number in grads]
+        stack.optimizer.prepare_kernels(dtypes)
+        return [*results, *grads]
 
     def _disturbed(
         self, stack: Stack, batch: list[Tensor], inputs: Inputs, buffers: list[Tensor], size: float
@@ -269,6 +287,8 @@ class Step:
         """Return the batch of every member, gathered from the data set by its order."""
         if inputs.orders is None:
             return inputs.data
+        if _has_kernels(inputs.place.device) and gathering.suits(inputs.data, inputs.orders, self.rows):
+            return gathering.gather(inputs.data, inputs.orders, inputs.place, self.rows, self.batch_size)
         at = inputs.place.unsqueeze(-1) * self.batch_size + torch.arange(self.rows, device=inputs.place.device)
         at = at.clamp(0, inputs.orders.shape[-1] - 1)  # a row that takes no step may be at a short batch
         rows = inputs.orders.index_select(0, at) if inputs.orders.dim() == 1 else inputs.orders.gather(1, at)
@@ -292,6 +312,23 @@ class Step:
         if solo:
             losses, after = losses.reshape(1), {k: v.unsqueeze(0) for k, v in after.items()}
         return losses, [_column(logs[name], losses) for name in self.log_names], after
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether kernels can be launched now."""
+    return not is_traced() and can_fuse(device)
+
+
+def _write_logs(inputs: Inputs, logs: Sequence[Tensor]) -> None:
+    """Write what the members that move have logged in this batch."""
+    if inputs.logs is not None:
+        known = inputs.logs.index_select(0, inputs.tick.view(1)).squeeze(0)
+        seen = torch.where(inputs.moving, torch.stack([log.to(known.dtype) for log in logs]), known)
+        inputs.logs.index_copy_(0, inputs.tick.view(1), seen.unsqueeze(0))
+
+
+def _in_dtypes_of(expected: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [a if a is None or b is None else a.to(b.dtype) for a, b in zip(results, expected, strict=True)]
 
 
 def _column(log: Any, losses: Tensor) -> Tensor:
