@@ -32,11 +32,14 @@ from shoal.utils.random_state import restored
 from shoal.utils.torch_flags import start_autograd
 
 
-def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None) -> list[Member]:
+def prepare(
+    jobs: Sequence[Job], device: torch.device, pool: Pool | None = None, *, dry_rows: int | None = None
+) -> list[Member]:
     """Build and check all jobs, and raise a JobError with a line for each mistake if there is any.
 
     Args:
         pool: The data of other jobs, which these jobs may share.
+        dry_rows: The most rows of the dry step, where another device will train; None: those of a batch.
     """
     lines = list_problems(jobs)
     if lines:
@@ -57,7 +60,7 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
                     problems = list(error.lines)
             lines += [f"job {job_names[index]!r}: {line}" for line in problems]
         network_problems = give_own_networks(members)
-    lines += network_problems or member_problems(members)
+    lines += network_problems or member_problems(members, dry_rows)
     if lines:
         raise JobError(*dict.fromkeys(lines))
     warn_of_data(members)
@@ -129,7 +132,7 @@ def _is_valid_rate(rate: Any) -> bool:
         return False
 
 
-def member_problems(members: list[Member]) -> list[str]:
+def member_problems(members: list[Member], dry_rows: int | None = None) -> list[str]:
     """Return the mistakes that building and one dry step on a copy show. Jobs that look alike share the dry step."""
     lines: list[str] = []
     dry_runs: dict[Any, tuple[list[str], set[str]]] = {}
@@ -141,7 +144,7 @@ def member_problems(members: list[Member]) -> list[str]:
             problems = [*batch_problems(member), *optimizer_problems(member), *average_problems(member)]
             key = likeness(member)
             if key not in dry_runs:
-                dry_runs[key] = dry_run(member) if not problems else ([], set())
+                dry_runs[key] = dry_run(member, dry_rows) if not problems else ([], set())
             used = uses_random.setdefault(key, member.modules.used)
             optimizer_id = id(member.job.optimizer)
             if optimizer_id not in random_optimizers and not problems:

@@ -46,11 +46,14 @@ def likeness(member: Member) -> tuple[Any, ...]:
     return type(model), repr(model), tensors, plain, sources, code, job.batch_size, job.drop_last, job.precision
 
 
-def dry_run(member: Member) -> tuple[list[str], set[str]]:
+def dry_run(member: Member, most_rows: int | None = None) -> tuple[list[str], set[str]]:
     """Try a step on the first batch, and on a last batch of one row if there is one.
 
     Returns the mistakes and the columns that the history will have. The member is left unchanged; if that is not
     possible, nothing is tried.
+
+    Args:
+        most_rows: Try no more rows than these, unless they show a mistake: then a step may need its whole batch.
     """
     job, n = member.job, member.num_rows
     sizes = [min(member.batch_size, n)]
@@ -64,6 +67,9 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
             return [], set()
         columns, random_state = set[str](), Snapshot()
         for size in sizes:
+            few = size if most_rows is None or member.batched else min(size, most_rows)
+            if few < size and not step_problems(member, few, False, columns):
+                continue
             lines = step_problems(member, size, size != sizes[0], columns)
             if lines and step_problems(member, size, size != sizes[0], built=True):
                 return lines, set()
