@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import shoal
+from shoal.engine.members.member import Member
+from shoal.preparation.checks import prepare
+from shoal.preparation.dry_run import step_problems
 
 X, Y = torch.randn(65, 4), torch.arange(65) % 3
 
@@ -265,3 +268,23 @@ def test_a_short_last_batch_that_is_never_reached_is_no_mistake() -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     jobs = [job(model=network, batch_size=16, epochs=None, steps=2, name=name) for name in ("a", "b")]
     assert [result.status for result in shoal.train(jobs, device="cpu")] == ["done", "done"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_dry_step_may_use_a_few_rows_unless_the_step_needs_its_whole_batch(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x.view(16, 4) if whole else x), y)
+
+    def noted(member: Member, size: int, *others: Any, **settings: Any) -> list[str]:
+        sizes.append(size)
+        return step_problems(member, size, *others, **settings)
+
+    sizes: list[int] = []
+    monkeypatch.setattr("shoal.preparation.dry_run.step_problems", noted)
+    prepare([job(data=(X[:64], Y[:64]), loss=None, step=step)], torch.device("cpu"), dry_rows=4)
+    assert sizes == ([4, 16] if whole else [4])
+    with pytest.raises(shoal.JobError, match="missing part"):
+        prepare([job(model=lambda: Raises(4, 3))], torch.device("cpu"), dry_rows=4)
