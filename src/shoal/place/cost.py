@@ -273,9 +273,8 @@ class CostModel:
         if micro > 1:  # the next one's tensors go up while gradients come down
             cut_up, cut_down = handling.both_ways * cut_up, handling.both_ways * cut_down
         at_end = handling.step + 2 * count * handling.message  # for each worker its last message and its next task
-        statistics = [
-            max(self._seconds(t)) + (count - 1) * latency / 2 + handling.exchange for t in self._statistics(cut)
-        ]
+        around = (count - 1) * latency / 2 + handling.exchange
+        statistics = [max(self._seconds(t)) + around for t in self._statistics(cut)]
         return StepTimes(
             micro_batches=micro, forward=forward + handling.message * crowding, backward=tuple(backward),
             syncs=tuple(syncs),
@@ -285,8 +284,7 @@ class CostModel:
             * (local * self.profile.update_seconds + handling.step + handling.message + each * (sent + applied)),
             server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:])
             + each * _count(layers, range(cut, len(layers))),
-            late_update=server_update * through_server * (1 + SUM_SHARE * count)
-            + at_end
+            late_update=server_update * through_server * (1 + SUM_SHARE * count) + at_end
             + each * (sent - applied) * (1 + count),
             parameters_down=self._seconds(Transfer(0, through_server))[1], half_trip=latency / 2,
             shares_cores=self.cluster.cores is not None and self.cluster.cores <= count,
@@ -318,9 +316,8 @@ class CostModel:
             forward, backward = self._layer_times(profile, rows)
             seconds = (sum(forward) + sum(backward) + profile.update_seconds * weights) / device.speed + overhead
             fits = device.memory is None or memory <= device.memory
-            options.append(
-                (not fits, seconds, "" if fits else _too_small_message("the machine", memory, device.memory or 0))
-            )
+            why = "" if fits else _too_small_message("the machine", memory, device.memory or 0)
+            options.append((not fits, seconds, why))
         _, seconds, problem = min(options)
         return Alternative(
             mode=ONE_MACHINE, cut=0, cut_name="", micro_batches=1, seconds=seconds, worker_seconds=seconds,
