@@ -186,12 +186,10 @@ def main() -> None:
         raise SystemExit(reason)
     given.threads = given.threads or (1 if given.device == "cpu" else torch.get_num_threads())
     torch.set_num_threads(1)  # children of a process without OpenMP's threads may use their own
-    rows = []
-    for network in given.networks:
-        rows.append(measure(network, given))
-        if given.out is not None:
-            about = {"stamp": stamp(given.device, given.threads), "runs": rows}
-            given.out.write_text(json.dumps(about, indent=1) + "\n")
+    rows = [measure(network, given) for network in given.networks]
+    if given.out is not None:  # the stamp begins to use the GPU, after which nothing can be forked
+        about = {"stamp": stamp(given.device, given.threads), "runs": rows}
+        given.out.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":
