@@ -14,7 +14,7 @@ from shoal.place.explanation import pays_below
 from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.links import Link
 from shoal.place.profile import LayerTimes, Profile
-from shoal.place.timeline import LayerSync, StepTimes, follow
+from shoal.place.timeline import LayerSync, StepTimes, follow, in_buckets
 
 MBIT = 1e6
 
@@ -224,3 +224,39 @@ def test_many_micro_batches_are_bound_by_the_slowest_resource() -> None:
         micro_batches=100, forward=0.01, backward=(0.01,), syncs=(None,), server=0.05, cut_up=0.02, cut_down=0.02
     )
     assert follow(step).seconds == pytest.approx(100 * 0.05, rel=0.03)
+
+
+def test_gradients_wait_for_the_others_of_their_bucket() -> None:
+    def sent(num_bytes: list[int], ways: str = "aaa") -> list[float | None]:
+        names: dict[str, Any] = {"a": "allreduce", "s": "server", "f": "factors"}
+        syncs = [LayerSync(way=names[way], up=float(size)) for way, size in zip(ways, num_bytes, strict=True)]
+        return [sync.up if sync is not None else None for sync in in_buckets(syncs, num_bytes, 10)]
+
+    assert sent([2, 3, 4]) == [9.0, None, None]  # one message, after the backward pass of the first layer
+    assert sent([2, 30, 4]) == [2.0, 30.0, 4.0]
+    assert sent([7, 6, 4]) == [7.0, 10.0, None]
+    assert sent([2, 3, 4], "asa") == [6.0, 3.0, None]  # each way has buckets of its own
+    assert sent([2, 3, 4], "aff") == [2.0, 3.0, 4.0]
+    assert in_buckets([None, LayerSync(way="server", up=1.0)], [0, 4], 10)[0] is None
+
+
+FREE = Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.0)
+
+
+def test_small_gradients_do_not_overlap_with_the_backward_pass() -> None:
+    """All gradients of this network fit into one bucket, which leaves when the last of them is made."""
+    graph = trace_layers(chain(20, 40, 40, 5), torch.randn(4, 20))
+    model = CostModel(graph, cluster(rate=1 * MBIT, handling=FREE), [4] * 4, profile(graph), sync="allreduce")
+    made = next(other for other in model.alternatives() if other.mode == "data parallel")
+    assert made.seconds == pytest.approx(made.worker_seconds + made.network_seconds)
+
+
+def test_shards_must_be_clearly_faster_since_a_lost_worker_takes_their_state_along() -> None:
+    graph = trace_layers(chain(20, 40, 40, 5), torch.randn(4, 20))
+
+    def chosen(update: float) -> Any:
+        model = CostModel(graph, cluster(handling=FREE), [4] * 4, profile(graph, 0.001, update))
+        return model.placed_at(graph.cuts[2]).peer_sync
+
+    assert chosen(1e-7) == "allreduce"  # 0.5 % slower
+    assert chosen(1e-5) == "sharded"  # 32 % faster

@@ -1,6 +1,7 @@
 """Times of layers: complete, in proportion, saved and read back; the network stays as it is."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from tests.place import networks
 from torch import nn
 
 from shoal.errors import PlaceError
+from shoal.place._timing import LayerTimer, repeat_rows
 from shoal.place.graph import trace_layers
-from shoal.place.profile import LayerTimes, Profile, accompanied, estimate_profile, measure_profile, repeat_rows
+from shoal.place.profile import LayerTimes, Profile, accompanied, estimate_profile, measure_profile
 
 
 def test_every_layer_has_times_and_the_network_is_left_alone() -> None:
@@ -116,3 +118,74 @@ def test_layers_are_timed_with_one_thread_on_busy_cores(busy: bool, monkeypatch:
     finally:
         torch.set_num_threads(before)
     assert seen == {profile.threads} == {1 if busy else 2}
+
+
+def compute(seconds: float) -> None:
+    """Use a core for so long, as the thread's own time counts."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+SLOW_ROWS: list[int] = []
+QUICK_ROWS: list[int] = []
+
+
+class Slow(nn.Linear):
+    """A layer that takes long for each row."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        SLOW_ROWS.append(len(input))
+        compute(0.01 * len(input))
+        return super().forward(input)
+
+
+class Quick(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        QUICK_ROWS.append(len(input))
+        return super().forward(input)
+
+
+def test_slow_layers_are_timed_on_few_rows_and_quick_ones_on_all() -> None:
+    sample = torch.randn(64, 8)
+    graph = trace_layers(nn.Sequential(Slow(8, 8), Slow(8, 8), nn.ReLU(), nn.Flatten(), Quick(8, 4)), sample)
+    SLOW_ROWS.clear()
+    QUICK_ROWS.clear()
+    times = measure_profile(graph, sample, rows=(16, 32, 64), budget=0.3)
+    assert times.rows == (2, 32, 64)
+    assert set(SLOW_ROWS) == {2} and set(QUICK_ROWS) == {2, 32, 64}
+    assert times.forward(0, 64) == pytest.approx(32 * times.forward(0, 2))
+    assert times.forward(0, 64) > 0.6
+
+
+def test_rows_that_cannot_be_repeated_are_not_invented() -> None:
+    class Turned(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            compute(0.01 * len(x))
+            return x.T
+
+    class TurnedBack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.T * self.weight
+
+    sample = torch.randn(16, 8)
+    graph = trace_layers(nn.Sequential(Slow(8, 8), Turned(), TurnedBack()), sample)
+    times = measure_profile(graph, sample, rows=(4, 16), budget=0.05)
+    assert all(times.forward(i, 16) > 0 for i in range(3))
+
+
+@pytest.mark.parametrize("make", [networks.bert, networks.gpt2, networks.recurrent], ids=["bert", "gpt2", "lstm"])
+def test_layers_of_other_networks_are_timed_by_themselves(make: object) -> None:
+    model, sample, _ = make()  # type: ignore[operator]
+    graph = trace_layers(model, sample)
+    timer = LayerTimer(graph, model.train(), sample, torch.device("cpu"))
+    earlier = timer.run(timer.batch(2), 0.1)
+    last = len(graph.layers) - 1
+    for chosen in ({last}, set(range(last + 1)), set(range(0, last, 2))):
+        forward, backward = timer.extend(earlier, 2, 6, chosen)
+        assert len(forward) == len(backward) == last + 1
+        assert all(t > 0 for t in forward)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import shoal
+from shoal.engine.members.member import Member
 from shoal.preparation import checks
-from shoal.preparation.dry_run import dry_run_noting_rates
+from shoal.preparation.checks import prepare
+from shoal.preparation.dry_run import dry_run_noting_rates, step_problems
 
 X, Y = torch.randn(65, 4), torch.arange(65) % 3
 
@@ -287,7 +289,7 @@ def test_jobs_that_differ_in_rates_of_dropout_share_a_dry_step(monkeypatch: pyte
     monkeypatch.setattr(
         checks,
         "dry_run_noting_rates",
-        lambda member: tried.append(member.name) or dry_run_noting_rates(member),  # type: ignore[func-returns-value]
+        lambda member, *rows: tried.append(member.name) or dry_run_noting_rates(member, *rows),  # type: ignore[func-returns-value]
     )
     rates = (0.1, 0.2, 0.3, 0.2, 0.0, 1.0)
     data = torch.randn(12, 6), torch.randint(3, (12,))
@@ -319,3 +321,23 @@ def test_a_compiled_network_is_tried_without_anything_that_its_compiler_would_se
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checks.prepare([job], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_dry_step_may_use_a_few_rows_unless_the_step_needs_its_whole_batch(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x.view(16, 4) if whole else x), y)
+
+    def noted(member: Member, size: int, *others: Any, **settings: Any) -> list[str]:
+        sizes.append(size)
+        return step_problems(member, size, *others, **settings)
+
+    sizes: list[int] = []
+    monkeypatch.setattr("shoal.preparation.dry_run.step_problems", noted)
+    prepare([job(data=(X[:64], Y[:64]), loss=None, step=step)], torch.device("cpu"), dry_rows=4)
+    assert sizes == ([4, 16] if whole else [4])
+    with pytest.raises(shoal.JobError, match="missing part"):
+        prepare([job(model=lambda: Raises(4, 3))], torch.device("cpu"), dry_rows=4)

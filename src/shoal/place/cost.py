@@ -1,7 +1,6 @@
 """Predict the cost of a step for every cut of a network: seconds, bytes at a worker's socket, memory.
 
-To the server all workers are alike: it waits for the slowest. Everything that they send passes the server's link. How
-the parts of a step overlap is in `timeline.py`.
+To the server all workers are alike: it waits for the slowest. `timeline.py` says how the parts of a step overlap.
 """
 
 from __future__ import annotations
@@ -27,13 +26,15 @@ from shoal.place.placement import (
     Sync,
 )
 from shoal.place.profile import Profile
-from shoal.place.timeline import LayerSync, StepTimes, follow
+from shoal.place.timeline import LayerSync, StepTimes, follow, in_buckets
 from shoal.utils.tables import size
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Numbers of micro-batches that are compared."""
 SUM_SHARE = 0.5
 """Adding one worker's gradient takes this share of the seconds of an update of the same size."""
+SHARDED_GAIN = 1.05
+"""Shards must be so many times as fast as an all-reduce, since optimizer state is lost with a worker."""
 Ways = Mapping[int, Sync]
 """How the parameters of each layer stay equal, by layer index."""
 
@@ -113,7 +114,8 @@ class CostModel:
             for count in self._micro_batches(micro_batches)
             for peer in self._peers
         ]
-        return min(options, key=lambda other: (bool(other.problem), other.seconds))
+        gain = {"sharded": SHARDED_GAIN}
+        return min(options, key=lambda other: (bool(other.problem), other.seconds * gain.get(other.peer_sync, 1.0)))
 
     def _fixed_ways(self) -> list[Alternative]:
         num_layers = len(self.graph.layers)
@@ -232,8 +234,7 @@ class CostModel:
         return (sum(forward[cut:]) + sum(backward[cut:])) / self.cluster.server.speed
 
     def _alternative(self, mode: Mode, cut: int, micro: int, ways: Ways, peer: Sync = "allreduce") -> Alternative:
-        times = self._times(cut, micro, ways)
-        busy = follow(times)
+        busy = follow(self._times(cut, micro, ways))
         if self.cluster.cores is not None:  # all processes share these cores
             compute = busy.worker / self.cluster.crowding * self.cluster.size + busy.server
             busy.seconds = max(busy.seconds, compute / self.cluster.cores)
@@ -266,27 +267,24 @@ class CostModel:
         through_server = held.pop("server", 0)
         local = sum(held.values()) - held.get("sharded", 0) * (1 - 1 / self.cluster.size)
         server_update = self.server_profile.update_seconds / self.cluster.server.speed
-        each = handling.parameter
         sent, applied = _count(layers, ways), _count(layers, [i for i, way in ways.items() if way != "server"])
-        placed = cut < len(layers)
+        each, placed = handling.parameter, cut < len(layers)
         cut_up, cut_down = self._seconds(self._at_cut(cut, micro)) if placed else (0.0, 0.0)
         if micro > 1:  # the next one's tensors go up while gradients come down
             cut_up, cut_down = handling.both_ways * cut_up, handling.both_ways * cut_down
         at_end = handling.step + 2 * count * handling.message  # for each worker its last message and its next task
-        statistics = [
-            max(self._seconds(t)) + (count - 1) * latency / 2 + handling.exchange for t in self._statistics(cut)
-        ]
+        around = (count - 1) * latency / 2 + handling.exchange
+        statistics = [max(self._seconds(t)) + around for t in self._statistics(cut)]
         return StepTimes(
             micro_batches=micro, forward=forward + handling.message * crowding, backward=tuple(backward),
-            syncs=tuple(syncs),
+            syncs=in_buckets(syncs, [layer.trained_bytes for layer in layers[:cut]], BUCKET_BYTES),
             server=self._server_time(cut, micro) + 2 * count * handling.message if placed else None,
             cut_up=cut_up, cut_down=cut_down, statistics=tuple(statistics),
             worker_update=crowding
             * (local * self.profile.update_seconds + handling.step + handling.message + each * (sent + applied)),
             server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:])
             + each * _count(layers, range(cut, len(layers))),
-            late_update=server_update * through_server * (1 + SUM_SHARE * count)
-            + at_end
+            late_update=server_update * through_server * (1 + SUM_SHARE * count) + at_end
             + each * (sent - applied) * (1 + count),
             parameters_down=self._seconds(Transfer(0, through_server))[1], half_trip=latency / 2,
             shares_cores=self.cluster.cores is not None and self.cluster.cores <= count,
@@ -318,9 +316,8 @@ class CostModel:
             forward, backward = self._layer_times(profile, rows)
             seconds = (sum(forward) + sum(backward) + profile.update_seconds * weights) / device.speed + overhead
             fits = device.memory is None or memory <= device.memory
-            options.append(
-                (not fits, seconds, "" if fits else _too_small_message("the machine", memory, device.memory or 0))
-            )
+            why = "" if fits else _too_small_message("the machine", memory, device.memory or 0)
+            options.append((not fits, seconds, why))
         _, seconds, problem = min(options)
         return Alternative(
             mode=ONE_MACHINE, cut=0, cut_name="", micro_batches=1, seconds=seconds, worker_seconds=seconds,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,20 +21,19 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from shoal.engine.runtime.processes import Child
 from shoal.engine.tiers.threads import threads_to_time
 from shoal.errors import PlaceError, describe
-from shoal.graphs.calls import as_arguments
-from shoal.place.graph import Layer, LayerGraph, leaves
+from shoal.place._timing import LayerTimer, clock, time_layers
+from shoal.place.graph import LayerGraph
 from shoal.utils.torch_flags import torch_flags
 
 FORMAT = 1
-REPEATS = 5
-BUDGET = 20.0
-"""Seconds for a profile; if one pass takes long, it is repeated less often."""
+BUDGET = 6.0
+"""Seconds for a profile. If one pass takes long, it is repeated less often, and slow layers run on fewer rows."""
+UPDATE_REPEATS = 5
 UPDATE_BYTES = 16_000_000
 DEFAULT_SPEED = 1e12
 """Assumed operations per second of an unknown device."""
@@ -165,29 +163,26 @@ def measure_profile(
     if any(tensor.is_meta for tensor in (*graph.model.parameters(), *graph.tensors_of(sample))):
         raise PlaceError("the network is on the meta device, so its layers cannot be timed; use measure=False")
     model = copy.deepcopy(graph.model).to(target_device).train()
-    sizes = tuple(sorted(set(rows)))
-    times: list[tuple[list[float], list[float]]] = []
     threads = threads_to_time(target_device)
     flags = torch_flags(target_device, threads)
     fork_rng = torch.random.fork_rng(devices=[target_device] if target_device.type == "cuda" else [])
+    timer = LayerTimer(graph, model, sample, target_device)
     with flags, fork_rng, torch.enable_grad():
         try:
-            for count in sizes:
-                batch = pytree.tree_map_only(Tensor, partial(_repeated, count, target_device), as_arguments(sample))
-                timing = _Timing(graph, model, target_device)
-                with accompanied(partial(timing.whole, batch), companions):
-                    times.append(timing.run(batch, budget / len(sizes)))
+            measured = time_layers(
+                timer, sorted(set(rows)), budget, lambda batch: accompanied(partial(timer.whole, batch), companions)
+            )
         except Exception as error:
             raise PlaceError(f"the network does not run on {target_device} ({describe(error)})") from error
         update_seconds = _time_update(target_device)
     layers = tuple(
-        LayerTimes(layer.name, tuple(t[0][i] for t in times), tuple(t[1][i] for t in times))
+        LayerTimes(layer.name, tuple(t[0][i] for t in measured.times), tuple(t[1][i] for t in measured.times))
         for i, layer in enumerate(graph.layers)
     )
     return Profile(
         device=device_name(target_device),
         measured=True,
-        rows=sizes,
+        rows=measured.rows,
         layers=layers,
         update_seconds=update_seconds,
         threads=threads,
@@ -215,110 +210,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _repeated(count: int, device: torch.device, tensor: Tensor) -> Tensor:
-    return repeat_rows(tensor, count).to(device)
-
-
-def repeat_rows(tensor: Tensor, count: int) -> Tensor:
-    """Repeat the tensor's rows until there are `count`."""
-    if not tensor.dim():
-        return tensor
-    return tensor[torch.arange(count, device=tensor.device) % len(tensor)]
-
-
-def clock(device: torch.device) -> float:
-    """Return the time in seconds, after the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
-
-
-class _Timing:
-    """Times a network layer by layer."""
-
-    def __init__(self, graph: LayerGraph, model: nn.Module, device: torch.device) -> None:
-        self.graph, self.model, self.device = graph, model, device
-
-    def run(self, batch: Any, budget: float) -> tuple[list[float], list[float]]:
-        """Return median seconds of each layer's forward and backward pass, scaled to those of the whole network."""
-        until = time.perf_counter() + budget
-        passes: list[tuple[list[float], list[float]]] = []
-        wholes: list[tuple[float, float]] = []
-        self._one_pass(batch)  # warm-up: kernels are chosen and memory is allocated
-        while len(passes) < REPEATS and (not passes or time.perf_counter() < until):
-            passes.append(self._one_pass(batch))
-            wholes.append(self.whole(batch))
-        forward = [median(one[0][i] for one in passes) for i in range(len(self.graph.layers))]
-        backward = [median(one[1][i] for one in passes) for i in range(len(self.graph.layers))]
-        scale_forward = median(whole[0] for whole in wholes) / max(sum(forward), 1e-9)
-        scale_backward = median(whole[1] for whole in wholes) / max(sum(backward), 1e-9)
-        return [scale_forward * t for t in forward], [scale_backward * t for t in backward]
-
-    def _clock(self) -> float:
-        return clock(self.device)
-
-    def whole(self, batch: Any) -> tuple[float, float]:
-        """Return the seconds of the whole network's forward and backward pass."""
-        args, kwargs = batch
-        self.model.zero_grad(set_to_none=True)
-        began = self._clock()
-        out = self.model(*args, **kwargs)
-        between = self._clock()
-        ends = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
-        return between - began, self._clock() - between
-
-    def _one_pass(self, batch: Any) -> tuple[list[float], list[float]]:
-        values: dict[fx.Node, Any] = {}
-        inputs = iter(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-        forward, backward = [], []
-        for layer in self.graph.layers:
-            nodes = self.graph.calls.nodes[layer.first : layer.end]
-            entering = self._detach(values, nodes)
-            began = self._clock()
-            for node in nodes:
-                values[node] = next(inputs) if node.op == "placeholder" else self._evaluate(node, values)
-            forward.append(self._clock() - began)
-            backward.append(self._backward(layer, nodes, values, entering))
-        return forward, backward
-
-    def _evaluate(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        return self.graph.calls.evaluate(node, values, self.model)
-
-    def _detach(self, values: dict[fx.Node, Any], nodes: Sequence[fx.Node]) -> list[Tensor]:
-        """Cut autograd before a layer, and return the tensors for which it computes gradients."""
-        entering, inside = [], set(nodes)
-        changed = {source for node in nodes for source in node.meta.get("changes", ())}
-        for source in {source: None for node in nodes for source in node.all_input_nodes if source not in inside}:
-            value = source.meta.get("value")
-            if value is not None and value.has_gradient and source.op != "get_attr":
-                leaf = values[source].detach().requires_grad_()
-                values[source] = leaf.clone() if source in changed else leaf
-                entering.append(leaf)
-        return entering
-
-    def _backward(
-        self, layer: Layer, nodes: Sequence[fx.Node], values: dict[fx.Node, Any], entering: list[Tensor]
-    ) -> float:
-        inside = set(nodes)
-        leaving = [
-            values[node]
-            for node in nodes
-            if isinstance(values[node], Tensor)
-            and values[node].requires_grad
-            and node.op != "get_attr"
-            and leaves(node, inside)
-        ]
-        trained = [p for p in (self.model.get_parameter(name) for name in layer.parameters) if p.requires_grad]
-        inputs = [*entering, *trained]
-        if not leaving or not inputs:
-            return 0.0
-        ones = [torch.ones_like(x) for x in leaving]
-        began = self._clock()
-        torch.autograd.grad(leaving, inputs, ones, allow_unused=True)
-        return self._clock() - began
-
-
 def _time_update(device: torch.device) -> float:
     """Return the seconds of an optimizer's step (SGD with momentum) for each byte of a parameter."""
     parameter = nn.Parameter(torch.zeros(UPDATE_BYTES // 4, device=device))
@@ -329,7 +220,7 @@ def _time_update(device: torch.device) -> float:
 
 def _best(step: Callable[[], Any], device: torch.device) -> float:
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(UPDATE_REPEATS):
         began = clock(device)
         step()
         seconds.append(clock(device) - began)

@@ -8,6 +8,7 @@ Each micro-batch passes through them in order, so that they overlap if there are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.place.placement import Sync
@@ -26,6 +27,41 @@ class LayerSync:
     """Seconds of a worker to start it and to read the result."""
     compute: float = 0.0
     """Seconds of a worker after it has arrived: to multiply factors."""
+
+
+def in_buckets(
+    syncs: Sequence[LayerSync | None], num_bytes: Sequence[int], bucket_bytes: int
+) -> tuple[LayerSync | None, ...]:
+    """Return when gradients are sent that wait for those of other layers in their bucket: with the first such layer,
+    which the backward pass computes last.
+
+    >>> small = LayerSync(way="server", up=1.0)
+    >>> [sync and sync.up for sync in in_buckets([small, small, small], [4, 4, 4], bucket_bytes=8)]
+    [1.0, 2.0, None]
+    """
+    result = list(syncs)
+    for way in ("server", "allreduce"):
+        bucket: int | None = None
+        size = 0
+        for i in reversed(range(len(syncs))):
+            sync = syncs[i]
+            if sync is None or sync.way != way:
+                continue
+            waiting = result[bucket] if bucket is not None and size + num_bytes[i] <= bucket_bytes else None
+            if bucket is not None and waiting is not None:
+                result[i], result[bucket] = _together(waiting, sync), None
+                size += num_bytes[i]
+            else:
+                size = num_bytes[i]
+            bucket = i
+    return tuple(result)
+
+
+def _together(one: LayerSync, other: LayerSync) -> LayerSync:
+    return LayerSync(
+        way=one.way, up=one.up + other.up, hops=one.hops + other.hops, handling=one.handling + other.handling,
+        compute=one.compute + other.compute,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,11 +33,14 @@ from shoal.utils.random_state import restored
 from shoal.utils.torch_flags import start_autograd
 
 
-def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None) -> list[Member]:
+def prepare(
+    jobs: Sequence[Job], device: torch.device, pool: Pool | None = None, *, dry_rows: int | None = None
+) -> list[Member]:
     """Build and check all jobs, and raise a JobError with a line for each mistake if there is any.
 
     Args:
         pool: The data of other jobs, which these jobs may share.
+        dry_rows: The most rows of the dry step, where another device will train; None: those of a batch.
     """
     lines = list_problems(jobs)
     if lines:
@@ -58,7 +61,7 @@ def prepare(jobs: Sequence[Job], device: torch.device, pool: Pool | None = None)
                     problems = list(error.lines)
             lines += [f"job {job_names[index]!r}: {line}" for line in problems]
         network_problems = give_own_networks(members)
-    lines += network_problems or member_problems(members)
+    lines += network_problems or member_problems(members, dry_rows)
     if lines:
         raise JobError(*dict.fromkeys(lines))
     warn_of_data(members)
@@ -130,7 +133,7 @@ def _is_valid_rate(rate: Any) -> bool:
         return False
 
 
-def member_problems(members: list[Member]) -> list[str]:
+def member_problems(members: list[Member], dry_rows: int | None = None) -> list[str]:
     """Return the mistakes that building and one dry step on a copy show. Jobs that look alike share the dry step."""
     lines: list[str] = []
     dry_runs: dict[Any, tuple[list[str], set[str]]] = {}
@@ -145,7 +148,7 @@ def member_problems(members: list[Member]) -> list[str]:
             looks = likeness(member)
             key = (looks, rates(member) if looks in reads_rates else None)
             if key not in dry_runs:
-                tried, reads = dry_run_noting_rates(member) if not problems else (([], set[str]()), False)
+                tried, reads = dry_run_noting_rates(member, dry_rows) if not problems else (([], set[str]()), False)
                 if reads:
                     reads_rates.add(looks)
                     key = (looks, rates(member))

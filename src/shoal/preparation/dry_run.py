@@ -29,16 +29,16 @@ ONE_VALUE = "Expected more than 1 value per channel"
 """The beginning of batch norm's error for a batch of one."""
 
 
-def dry_run_noting_rates(member: Member) -> tuple[tuple[list[str], set[str]], bool]:
+def dry_run_noting_rates(member: Member, most_rows: int | None = None) -> tuple[tuple[list[str], set[str]], bool]:
     """Try a step, and return what `dry_run` does, and whether the code may read the rates of torch's dropout layers.
 
     What `torch.compile` has made is tried as it is, since the compiler would see what notices reads.
     """
     if _is_compiled(member):
-        return dry_run(member), True
+        return dry_run(member, most_rows), True
     with noting_rate_reads() as reads:
-        tried = dry_run(member)
-    return (dry_run(member), True) if tried[0] else (tried, reads.seen)
+        tried = dry_run(member, most_rows)
+    return (dry_run(member, most_rows), True) if tried[0] else (tried, reads.seen)
 
 
 def _is_compiled(member: Member) -> bool:
@@ -50,11 +50,14 @@ def _is_compiled(member: Member) -> bool:
     )
 
 
-def dry_run(member: Member) -> tuple[list[str], set[str]]:
+def dry_run(member: Member, most_rows: int | None = None) -> tuple[list[str], set[str]]:
     """Try a step on the first batch, and on a last batch of one row if there is one.
 
     Returns the mistakes and the columns that the history will have. The member is left unchanged; if that is not
     possible, nothing is tried.
+
+    Args:
+        most_rows: Try no more rows than these, unless they show a mistake: then a step may need its whole batch.
     """
     job, n = member.job, member.num_rows
     sizes = [min(member.batch_size, n)]
@@ -68,6 +71,9 @@ def dry_run(member: Member) -> tuple[list[str], set[str]]:
             return [], set()
         columns, random_state = set[str](), Snapshot()
         for size in sizes:
+            few = size if most_rows is None or member.batched else min(size, most_rows)
+            if few < size and not step_problems(member, few, False, columns):
+                continue
             lines = step_problems(member, size, size != sizes[0], columns)
             if lines and step_problems(member, size, size != sizes[0], built=True):
                 return lines, set()

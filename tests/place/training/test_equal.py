@@ -11,6 +11,8 @@ from tests.place.training.jobs import cnn, job_of, largest_difference, mlp, plac
 from torch import Tensor, nn
 
 import shoal
+from shoal.place.training.api import build
+from shoal.place.training.back import Back
 
 
 def trained(job: shoal.Job, placement: Any, **settings: Any) -> shoal.Result:
@@ -136,3 +138,48 @@ def test_one_machine_is_ordinary_training() -> None:
     result = trained(job, placement_of(job, 4, mode="one machine"), deterministic=True)
     assert result.tier != "placed"
     assert largest_difference(result, job) < 1e-9
+
+
+SEEN: list[int] = []
+"""On how many rows `Counted` was called."""
+
+
+class Counted(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        SEEN.append(len(input))
+        return super().forward(input)
+
+
+def counted() -> nn.Module:
+    return nn.Sequential(Counted(12, 16), *list(mlp())[1:])
+
+
+def back_of(job: shoal.Job, cut: int) -> tuple[Back, Any]:
+    built = build(job, placement_of(job, cut), torch.device("cpu"))
+    return Back(built), built.member.data.take(0, job.batch_size)
+
+
+def test_the_server_runs_a_network_of_the_workers_on_a_few_rows_only() -> None:
+    SEEN.clear()
+    back, batch = back_of(job_of(counted, rows(12)), 7)
+    assert back.can_split(None, batch, 12)
+    assert max(SEEN) <= 6  # 4 and 6 rows when it is recorded, 4 when it is tried
+
+
+@pytest.mark.parametrize("kind", ["a mean over some rows", "rows that are compared", "whole batches only"])
+def test_a_loss_of_workers_must_be_a_mean_over_rows(kind: str) -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out = model(batch[0])
+        if kind == "whole batches only":
+            out = out.view(12, 3)
+        if kind == "rows that are compared":
+            out = out - out.mean(0)
+        losses = F.cross_entropy(out, batch[1], reduction="none")
+        if kind == "a mean over some rows":  # which the first rows do not show
+            first = (batch[1] == 1) if len(batch[1]) > 4 else torch.ones(len(batch[1]), dtype=torch.bool)
+            return losses[first].mean()
+        return losses.mean()
+
+    data = rows(12)
+    back, batch = back_of(job_of(mlp, data, step=step), 7)
+    assert not back.can_split(None, batch, 12)

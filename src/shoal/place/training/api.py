@@ -42,6 +42,8 @@ from shoal.storage.run_folder import RunFolder
 from shoal.training import carry_out, collect
 from shoal.utils.torch_flags import backward_prevents_forking, torch_flags, training_mode
 
+DRY_ROWS = 4
+"""Rows of the step that is tried before the training: all rows of a large network take long on a server's CPU."""
 Server = Callable[[Built, Placement], Any]
 """Returns the workers of a built job, as a context manager of `Workers`."""
 
@@ -67,7 +69,7 @@ def roles_of(placement: Placement) -> Roles:
 
 def build(job: Job, placement: Placement, device: torch.device) -> Built:
     """Build the job's network and data, with its layers. Raises a JobError or PlaceError for mistakes in them."""
-    (member,) = prepare([job], device)
+    (member,) = prepare([job], device, dry_rows=DRY_ROWS)
     built = Built(member, roles_of(placement))
     layers = ([f"{layer.kind} {layer.name}" for layer in source.layers] for source in (placement, built.graph))
     for planned, actual in zip_longest(*layers, fillvalue="no layer"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.place.training.joined_batch import JoinedDraws, batch_norms
 from shoal.place.training.roles import Built, Given, random_state
+
+FEW = 4
+"""Where the server has no layers, it runs the network on so many rows to see whether each row counts by itself."""
 
 
 @dataclass(slots=True)
@@ -70,21 +74,48 @@ class Back:
         return self.splits
 
     def _loss_is_a_mean(self, tensors: list[Tensor] | None, batch: Any, total: int) -> bool:
-        half = total // 2
         with random_state(None), evaluating(self.built.member.model), autocast(self.job, self.device):
-            try:
-                full_loss = self._loss(tensors, batch, slice(0, total))
-                first, second = (
-                    self._loss(tensors, batch, slice(0, half)),
-                    self._loss(tensors, batch, slice(half, total)),
-                )
-            except Exception:  # the step accepts only whole batches
-                return False
+            if tensors is None and total > FEW:
+                few = take_rows(batch, slice(0, FEW))
+                outputs = self._outputs(few)
+                if outputs is not None:
+                    # the network would take long here for all rows, which workers compute: its outputs are repeated
+                    return self._halves_agree(partial(self._loss, None, few), FEW) and self._halves_agree(
+                        partial(self._loss_of, outputs, batch), total
+                    )
+            return self._halves_agree(partial(self._loss, tensors, batch), total)
+
+    def _halves_agree(self, loss_of: Callable[[slice], Tensor], total: int) -> bool:
+        """Return whether the loss of all rows is the mean of those of the two halves."""
+        half = total // 2
+        try:
+            full_loss, first, second = (loss_of(rows) for rows in (slice(0, total), slice(0, half), slice(half, total)))
+        except Exception:  # the step accepts only whole batches
+            return False
         mean = (number(first) * half + number(second) * (total - half)) / total
         close = 1e-2 if self.job.precision is not None else 1e-9 if full_loss.dtype == torch.float64 else 1e-5
         return abs(mean - number(full_loss)) <= close * max(abs(number(full_loss)), 1e-6)
 
+    def _outputs(self, batch: Any) -> Any:
+        """Return what the network gives for a batch; None if the step does not call it once, or does not accept it."""
+        model, outputs = self.built.member.model, list[Any]()
+        handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            run_step(self.job, model, batch)
+        except Exception:
+            return None
+        finally:
+            handle.remove()
+        return outputs[0] if len(outputs) == 1 else None
+
+    def _loss_of(self, outputs: Any, batch: Any, rows: slice) -> Tensor:
+        """Return the loss of some rows if the network gave these outputs of `FEW` rows, again and again."""
+        index = torch.arange(rows.start, rows.stop) % FEW
+        given = take_rows(outputs, index)
+        return run_step(self.job, Given(self.built.member.model, lambda: given), take_rows(batch, rows))[0]
+
     def _loss(self, tensors: list[Tensor] | None, batch: Any, rows: slice) -> Tensor:
+        """Return the loss of some rows of a batch."""
         part_batch = take_rows(batch, rows)
         if tensors is None or self.part is None:
             return run_step(self.job, self.built.member.model, part_batch)[0]

@@ -16,6 +16,10 @@ from shoal.place.training.members import Connected, GroupBroken, Wait, WorkerLos
 from shoal.place.training.roles import Built
 from shoal.place.training.worker import MOMENT, PARAMETER
 from shoal.split.core.moments import load_moments, moments_of
+from shoal.utils.tables import size
+
+MANY_BYTES = 100_000_000
+"""From so many bytes on, sending or reading the whole state is announced, since it may take long over a slow link."""
 
 
 class StateLost(ShoalError):
@@ -92,6 +96,7 @@ class Joining:
         for worker, share in zip(self.workers.live, self.built.roles.shares, strict=False):
             worker.share = share
         tensors = self._front_state()
+        self._announce("sending", "to", sum(worker.fresh for worker in self.workers.live), tensors)
         for worker in self.workers.live:
             if worker.fresh:
                 numbers = self._group_numbers(worker)
@@ -102,6 +107,13 @@ class Joining:
                 self._flush(worker)
                 worker.channel.send("group", 0, **self._group_numbers(worker))
         self._groups += 1
+
+    def _announce(self, what: str, where: str, workers: int, tensors: Mapping[str, Tensor]) -> None:
+        """Note that the state of the training is sent or read, if it is large."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if workers * num_bytes >= MANY_BYTES:
+            count = "a worker" if workers == 1 else f"each of {workers} workers"
+            self.workers.tell(f"{what} {size(num_bytes)} of weights and optimizer state {where} {count}")
 
     def _flush(self, worker: Connected) -> None:
         """Send what a worker has not been sent of the last update, before a new group."""
@@ -150,6 +162,8 @@ class Joining:
             ready = [worker for worker in self.workers.live if not worker.fresh]
             if not ready:
                 return
+            if self.built.held_by_workers:
+                self._announce("reading", "from", 1, self._front_state())
             self.attempt += 1
             bytes_before = self.workers.traffic.both
             try:
