@@ -9,8 +9,8 @@ with the same results:
 
 - A thread has STEP elements i = base + j, with base a multiple of STEP, so that i ^ key is base ^ key ^ j, and the
   first x ^ (x >> 16) is one exclusive or with j.
-- The first mix ends with y ^= y >> 16, and the second begins with it, after an exclusive or with `again`. The two shifts
-  undo each other, and what is left is an exclusive or with `again ^ (again >> 16)`.
+- The first mix ends with y ^= y >> 16, and the second begins with it, after an exclusive or with `again`. The two
+  shifts undo each other, and what is left is an exclusive or with `again ^ (again >> 16)`.
 - The last y ^ (y >> 16) is only compared with a limit. Its upper half is that of y. Where this half equals the limit's,
   the lower half is that of y ^ (limit >> 16), and elsewhere the lower half does not matter.
 """

@@ -71,7 +71,12 @@ template <typename T> static T __shfl_xor_sync(unsigned mask, T value, int offse
   wait_at(warps[me / 32], std::min(32, (int)fibers.size() - (int)(me / 32 * 32)));
   return (T)held[me ^ offset];
 }
-static void start() { body(); fibers[current].done = true; passed++; swapcontext(&fibers[current].context, &scheduler); }
+static void start() {
+  body();
+  fibers[current].done = true;
+  passed++;
+  swapcontext(&fibers[current].context, &scheduler);
+}
 static int run_block(unsigned threads) {
   fibers.assign(threads, fiber());
   stacks.resize(threads, std::vector<char>(1 << 16));
@@ -134,7 +139,8 @@ def _compiled(source: str) -> ctypes.CDLL:
     launchers = [_launcher(name, parameters) for name, parameters in _BEGIN.findall(source)]
     path.write_text(_PRELUDE + source.replace(HALF_PRECISION, _HALF) + "".join(launchers))
     library = path.with_suffix(".so")
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", library, path], check=True)
+    options = ["-std=c++17", "-O1", "-w", "-fno-gnu-unique", "-shared", "-fPIC"]  # or libraries would share memory
+    subprocess.run([COMPILER, *options, "-o", library, path], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -142,8 +148,8 @@ def _launcher(name: str, parameters: str) -> str:
     """Return the C++ function that runs a kernel's whole grid; it returns 1 if threads wait for ever."""
     arguments = ", ".join(re.split(r"[\s*]+", parameter.strip())[-1] for parameter in parameters.split(","))
     return (
-        f'extern "C" int launch_{name}(unsigned x, unsigned y, unsigned z, unsigned threads, {parameters}) {{\n'
-        f"  return run_grid(x, y, z, threads, [=] {{ {name}({arguments}); }});\n}}\n"
+        f'extern "C" int launch_{name}(unsigned x_, unsigned y_, unsigned z_, unsigned threads_, {parameters}) {{\n'
+        f"  return run_grid(x_, y_, z_, threads_, [=] {{ {name}({arguments}); }});\n}}\n"
     )
 
 
