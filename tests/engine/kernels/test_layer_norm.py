@@ -1,12 +1,16 @@
-"""Layer norm of all members at once, against torch's own in float64: the kernels compiled for the host, and on a GPU."""
+"""Layer norm of all members at once, against torch's own in float64: kernels compiled for the host, and on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tests.engine.equality import numbers
 from tests.engine.kernels import host_blocks
+from tests.engine.rules.stacking import assert_stacks
 from torch import Tensor
 
 from shoal.engine.kernels import layer_norm, row_sums
@@ -35,7 +39,13 @@ def results(function: Any, inputs: list[Tensor | None], given: Tensor) -> list[T
 
 
 def compare(
-    shape: tuple[int, ...], dtype: torch.dtype, *, affine: torch.dtype | None, own: bool, device: str, shift: bool = True
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    affine: torch.dtype | None,
+    own: bool,
+    device: str,
+    shift: bool = True,
 ) -> None:
     """Compare with float64: no result may be further from it than rounding allows."""
     torch.manual_seed(0)
@@ -104,11 +114,34 @@ def test_rows_of_equal_elements_and_rows_with_a_nan(host: None) -> None:
 def test_the_gradient_can_be_differentiated_again(host: None) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (2, 6), (2, 6))]
+    kernels, operators = layer_norm.LayerNorm.apply(*inputs, 1e-5, False), layer_norm.by_operators(*inputs, 1e-5)
     second = []
-    for function in (lambda *t: layer_norm.LayerNorm.apply(*t, 1e-5, False), lambda *t: layer_norm.by_operators(*t, 1e-5)):
-        (first,) = torch.autograd.grad(function(*inputs).pow(3).sum(), inputs[0], create_graph=True)
+    for out in (kernels, operators):
+        (first,) = torch.autograd.grad(out.pow(3).sum(), inputs[0], create_graph=True)
         second.append(torch.autograd.grad(first.square().sum(), inputs[:2]))
     assert all(distance(p, q) < 1e-10 for p, q in zip(*second, strict=True))
+
+
+X, SCALE, SHIFT = numbers(1, 4, 3, 5), numbers(2, 5), numbers(3, 5)
+RULES: dict[str, tuple[Callable[..., Any], list[Tensor], str]] = {
+    "scale and shift": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [X, SCALE, SHIFT], "ppp"),
+    "neither": (lambda x: F.layer_norm(x, (5,), eps=1e-3), [X], "p"),
+    "a shift alone": (lambda x, b: F.layer_norm(x, (5,), None, b), [X, SHIFT], "pp"),
+    "two dimensions": (lambda x, w: F.layer_norm(x, (3, 5), w), [X, numbers(4, 3, 5)], "pp"),
+    "no rows": (lambda x, w: F.layer_norm(x, (4, 3, 5), w), [X, numbers(5, 4, 3, 5)], "pp"),
+    "a transposed input": (lambda x, w: F.layer_norm(x.transpose(1, 2), (3,), w), [X, numbers(6, 3)], "pp"),
+    "a constant scale": (lambda x: F.layer_norm(x, (5,), torch.arange(5.0, dtype=torch.float64)), [X], "p"),
+}
+
+
+@on_host
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_with_kernels(host: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(layer_norm, "suits", lambda x, size, *_: not used.append(size))
+    function, tensors, kinds = RULES[name]
+    assert_stacks(function, tensors, kinds)
+    assert used
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in TOLERANCE])

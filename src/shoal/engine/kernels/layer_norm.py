@@ -241,9 +241,7 @@ class _Form:
         self.rows_forward, self.rows_backward = (max(1, count // held) for count in _ELEMENTS_AT_ONCE)
         self.lines = self.threads // self.lanes
 
-    def source(
-        self, out: torch.dtype, affine: torch.dtype | None, has_weight: bool, has_bias: bool, eps: float
-    ) -> str:
+    def source(self, out: torch.dtype, affine: torch.dtype | None, has_weight: bool, has_bias: bool, eps: float) -> str:
         """Return the source for results of dtype `out`, and scale and shift of dtype `affine`."""
         values = constants_of(self.dtype, self.width) | _renamed(out, self.width, "OUT")
         values |= _renamed(affine or self.wide, self.width, "SCALE")
@@ -340,9 +338,7 @@ def _member_rows(value: Tensor | None, form: _Form) -> tuple[Tensor | None, int]
 
 
 @layer_norm.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool) -> tuple[Tensor, Tensor]:
     dtype = x.dtype if own_dtype else _wide(x.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:2], 2), dtype=_wide(x.dtype))
 
@@ -361,9 +357,7 @@ class LayerNorm(torch.autograd.Function):
     """Layer norm of contiguous rows [M, R, N], with a scale and a shift [M, N] or None."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool) -> Tensor:
         out, statistics = layer_norm(x, weight, bias, eps, own_dtype)
         ctx.save_for_backward(x, weight, bias, statistics)
         ctx.eps = eps
