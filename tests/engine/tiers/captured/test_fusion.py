@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._grouping import Group
-from shoal.engine.tiers.captured._recording import NotRecordable, Recording
+from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording
 from shoal.utils import cuda_kernels
 
 ON_GPU = torch.cuda.is_available()
@@ -185,6 +185,29 @@ def test_columns_transposes_and_views() -> None:
 
     for x in (drawn(4, 3, 5), drawn(3, 5, 4).permute(2, 0, 1)):
         assert_same(step, [x, drawn(4, 1, 1), drawn(5), drawn(1)[0]], 1e-12)
+
+
+def test_joined_tensors() -> None:
+    """Contiguous ones, ones in another order or repeated, and sizes that no word divides; along every dimension."""
+
+    def step(x: Tensor, y: Tensor, row: Tensor) -> list[Tensor]:
+        a, b = torch.tanh(x), x.transpose(0, 1).contiguous().transpose(0, 1)
+        joined = [torch.cat([a, y, a], 2), torch.cat([b, x, row.expand(4, 2, 8)], 1), torch.cat([y, x[:1]])]
+        return [*joined, torch.cat([x[..., :3], y[..., 1:]], -1), torch.cat([x.flatten(), row]) * 2]
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        inputs = [drawn(4, 2, 8, dtype=dtype), drawn(4, 2, 8, dtype=dtype) + 1, drawn(8, dtype=dtype)]
+        made = assert_same(step, inputs, 1e-6 if dtype != torch.bfloat16 else 1e-2)
+        others = [call for call in made._steps if isinstance(call, Call)]
+        joined = [call for call in others if call.func == torch.ops.aten.cat.default]
+        assert len(joined) == 5 and all(id(call) in made._kernels for call in joined)
+
+
+def test_what_is_joined_by_torch() -> None:
+    def step(x: Tensor, whole: Tensor) -> list[Tensor]:
+        return [torch.cat([x, whole.to(torch.float32)]), torch.cat([x, x[:0]]), torch.cat([x[0, :0], x[0]])]
+
+    assert_same(step, [drawn(4, 6), torch.ones(4, 6, device=DEVICE, dtype=torch.int64)], 1e-6)
 
 
 def test_parts_of_a_tensor_that_begin_anywhere() -> None:

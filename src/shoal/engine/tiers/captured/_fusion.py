@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.engine.tiers.captured import _kernel_source as source
-from shoal.engine.tiers.captured._grouping import Group, Grouping, same_order
-from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref, Value
+from shoal.engine.tiers.captured._grouping import Group, Grouping, offset, same_order
+from shoal.engine.tiers.captured._joining import joined_parts, joining_source
+from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref
 from shoal.utils.cuda_kernels import Kernel, aligned, current_device
 
 THREADS, MOST_BLOCKS = 256, 4096
@@ -42,7 +43,8 @@ class Fused:
         self._group_of = self._grouping.group_of
         self._steps = list(self._order(self._needed()))
         bodies: dict[str, str] = {}
-        self._kernels = {id(step): self._kernel(step, bodies) for step in self._steps if isinstance(step, Group)}
+        made = {id(step): self._kernel_of(step, bodies) for step in self._steps}
+        self._kernels = {key: kernel for key, kernel in made.items() if kernel is not None}
         text = source.PRELUDE + "".join(body.replace("NAME", name) for body, name in bodies.items())
         self.source = text
         with current_device(device):
@@ -57,9 +59,11 @@ class Fused:
         device = self._device
         with torch.no_grad(), torch.autocast(device.type, enabled=False), current_device(device):
             for step, dead in zip(self._steps, self._last_uses, strict=True):
-                if isinstance(step, Group):
-                    self._launch(self._kernels[id(step)], held)
+                kernel = self._kernels.get(id(step))
+                if kernel is not None:
+                    self._launch(kernel, held)
                 else:
+                    assert isinstance(step, Call)
                     self._call(step, held)
                 for number in dead:
                     held[number] = None
@@ -172,6 +176,22 @@ class Fused:
 
     # --- source -----------------------------------------------------------------------------------------------------
 
+    def _kernel_of(self, step: Call | Group, bodies: dict[str, str]) -> _Kernel | None:
+        """Return the kernel of a group, or of a call that has one here, else None."""
+        return self._kernel(step, bodies) if isinstance(step, Group) else self._joining(step, bodies)
+
+    def _joining(self, call: Call, bodies: dict[str, str]) -> _Kernel | None:
+        """Return a kernel that joins tensors, if that is what the call does."""
+        found = joined_parts(call, self.values, self._device)
+        if found is None or call.gives[0] is None:
+            return None
+        parts, dim = found
+        loads, out = list(dict.fromkeys(parts)), call.gives[0]
+        pointers = [f"a{loads.index(number)}" for number in parts]
+        body = joining_source([self.values[number] for number in parts], pointers, self.values[out], dim)
+        in_order = {number for number in loads if self.values[number].contiguous}
+        return _Kernel(bodies.setdefault(body, f"shoal_{len(bodies)}"), loads, in_order, [out], self.values[out].numel)
+
     def _kernel(self, group: Group, bodies: dict[str, str]) -> _Kernel:
         """Return a group's kernel; groups with the same code share one."""
         calls, loads = self._grouping.inside(group, group.stored)
@@ -187,7 +207,7 @@ class Fused:
         for place, (number, out) in enumerate(loads):
             value, pointer = self.values[number], pointers[number]
             if not same_order(value, out):
-                element = f"{pointer}[{_offset(value, out)}]"
+                element = f"{pointer}[{offset(value, out)}]"
             else:
                 element = f"w{pointer}.v[j]" if wide == 4 else f"{pointer}[i]"
             names[number, out.shape, out.stride] = f"x{place}"
@@ -249,26 +269,3 @@ class Fused:
             arguments.append(argument)
         value = source.rounded(out.dtype, source.expression(call.func, arguments, kind))
         return f"{source.COMPUTED[out.dtype]} {name} = {value};"
-
-
-def _offset(value: Value, out: Value) -> str:
-    """Return the C expression of an operand's offset, from the index `i` of the result's element in memory."""
-    missing = len(out.shape) - len(value.shape)
-    strides = [0] * missing + [0 if n == 1 else s for n, s in zip(value.shape, value.stride, strict=True)]
-    dims = sorted(
-        ((s, n, mine) for n, s, mine in zip(out.shape, out.stride, strides, strict=True) if n > 1), reverse=True
-    )
-    merged: list[list[int]] = []  # outermost first: [stride of the index, size, operand's stride]
-    for stride, size, mine in dims:
-        if merged and merged[-1][2] == mine * size:
-            merged[-1] = [stride, merged[-1][1] * size, mine]
-        else:
-            merged.append([stride, size, mine])
-    terms = []
-    for place, (stride, size, mine) in enumerate(merged):
-        if not mine:
-            continue
-        term = "i" if stride == 1 else f"(i / {stride}u)"
-        term = term if place == 0 else f"({term} % {size}u)"
-        terms.append(term if mine == 1 else f"{term} * {mine}u")
-    return " + ".join(terms) or "0"
