@@ -21,6 +21,8 @@ from shoal.utils.cuda_kernels import aligned, available, compile_ahead, constant
 LONGEST = 1024
 """The longest row: 32 elements for each lane."""
 BLOCKS_OF_A_PROCESSOR = 4
+DTYPE_ARGUMENT = 4
+"""The place of the result's dtype among the arguments of `layer_norm`."""
 _ELEMENTS_AT_ONCE = 16, 8
 """About how many elements a thread holds, forward and backward: rows in flight hide the latency of memory."""
 _SHARED = """
@@ -274,22 +276,22 @@ def _renamed(dtype: torch.dtype, width: int, name: str) -> dict[str, Any]:
 
 @torch.library.custom_op("shoal::layer_norm", mutates_args=())
 def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the normalised rows of [M, R, N], and [M, R, 2]: the mean of each, and what its elements were multiplied
     with.
 
     Args:
         weight: [M, N], as `bias`.
-        own_dtype: Return the dtype of `x`, rounded once, and not that of the arithmetic.
+        dtype: The dtype of the result, which is rounded once.
     """
     members, rows, size = x.shape
     form = _Form(x.dtype, size)
-    out = torch.empty(x.shape, dtype=x.dtype if own_dtype else form.wide, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     statistics = torch.empty(members, rows, 2, dtype=form.wide, device=x.device)
     (scale, of_scale), (shift, of_shift) = _member_rows(weight, form), _member_rows(bias, form)
     with current_device(x.device):
-        (kernel,) = load(_source_for(form, out.dtype, weight, bias, eps), ["normalise"])
+        (kernel,) = load(_source_for(form, dtype, weight, bias, eps), ["normalise"])
         tensors = [aligned(x), out if scale is None else scale, out if shift is None else shift, out, statistics]
         grid = form.blocks(rows), members, 1
         kernel(grid=grid, block=(form.threads, 1, 1), args=[*tensors, rows, of_scale, of_shift])
@@ -303,6 +305,7 @@ def layer_norm_gradient(
     """Return the gradient of `x`, and those of scale and shift [2, M, N], or nothing in their place.
 
     Args:
+        grad: The gradient of the result, contiguous, in any floating-point dtype and in any shape.
         affine: Whether the gradients of scale and shift are wanted.
     """
     members, rows, size = x.shape
@@ -338,8 +341,7 @@ def _member_rows(value: Tensor | None, form: _Form) -> tuple[Tensor | None, int]
 
 
 @layer_norm.register_fake
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool) -> tuple[Tensor, Tensor]:
-    dtype = x.dtype if own_dtype else _wide(x.dtype)
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:2], 2), dtype=_wide(x.dtype))
 
 
@@ -354,11 +356,14 @@ def _(
 
 
 class LayerNorm(torch.autograd.Function):
-    """Layer norm of contiguous rows [M, R, N], with a scale and a shift [M, N] or None."""
+    """Layer norm of contiguous rows [M, R, N], with a scale and a shift [M, N] or None.
+
+    With `own_dtype` the result has the dtype of `x`, rounded once, and else that of the arithmetic.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, own_dtype: bool) -> Tensor:
-        out, statistics = layer_norm(x, weight, bias, eps, own_dtype)
+        out, statistics = layer_norm(x, weight, bias, eps, x.dtype if own_dtype else _wide(x.dtype))
         ctx.save_for_backward(x, weight, bias, statistics)
         ctx.eps = eps
         normalised: Tensor = out

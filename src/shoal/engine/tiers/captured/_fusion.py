@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.engine.tiers.captured import _kernel_source as source
+from shoal.engine.tiers.captured._casting import absorb_casts
 from shoal.engine.tiers.captured._grouping import Group, Grouping, offset, same_order
 from shoal.engine.tiers.captured._joining import joined_parts, joining_source
 from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref
@@ -37,6 +38,7 @@ class Fused:
     """Repeats what was recorded, from inputs of the same shapes to the same outputs."""
 
     def __init__(self, recording: Recording, outputs: Sequence[int | None], device: torch.device, load: Load) -> None:
+        absorb_casts(recording, outputs)
         self.values, self.calls = recording.values, recording.calls
         self.inputs, self.outputs = recording.inputs, list(outputs)
         self._device, self._grouping = device, Grouping(recording, device)
