@@ -184,10 +184,10 @@ class Fused:
 
     def _joining(self, call: Call, bodies: dict[str, str]) -> _Kernel | None:
         """Return a kernel that joins tensors, if that is what the call does."""
-        found = joined_parts(call, self.values, self._device)
-        if found is None or call.gives[0] is None:
+        joined = joined_parts(call, self.values, self._device)
+        if joined is None or call.gives[0] is None:
             return None
-        parts, dim = found
+        parts, dim = joined
         loads, out = list(dict.fromkeys(parts)), call.gives[0]
         pointers = [f"a{loads.index(number)}" for number in parts]
         body = joining_source([self.values[number] for number in parts], pointers, self.values[out], dim)
