@@ -71,6 +71,12 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, over which blocks are distributed."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def load(source: str, names: Sequence[str]) -> list[Kernel]:
     """Return the kernels of these names, for the current device.
 

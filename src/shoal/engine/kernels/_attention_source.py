@@ -38,8 +38,8 @@ def _mask(first, queries, keys, num_keys, key, again, limit, one):
     """Return the dropout mask [Q, K]: `one` where an element is kept, zero elsewhere."""
     element = (first + queries[:, None] * num_keys + keys[None, :]).to(tl.uint32)
     bits = _mix(_mix(element ^ key) ^ again)
-    kept = (bits <= (limit - 1).to(tl.uint32)) & (limit > 0)
-    return tl.where(kept, one, 0.0)
+    below = (bits <= (limit - 1).to(tl.uint32)) & (limit > 0)
+    return tl.where(below, one, 0.0)
 
 
 @triton.jit
@@ -149,10 +149,10 @@ def _shares(
     total = tl.load(stats_at + all_heads + queries, mask=exists, other=1.0)
     scores = _scores(q, k, queries, keys, num_queries, num_keys, scale, mask, mask_q, mask_k, CAUSAL, HAS_MASK)
     share = tl.exp2((scores - largest[:, None]) * LOG2E) * (1.0 / total)[:, None]
-    kept = _mask(first, queries, keys, num_keys, key, again, limit, one)
-    of_share = tl.dot(grad, tl.trans(v)) * kept
+    dropout = _mask(first, queries, keys, num_keys, key, again, limit, one)
+    of_share = tl.dot(grad, tl.trans(v)) * dropout
     together = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    return share * kept, share * (of_share - together[:, None]) * scale
+    return share * dropout, share * (of_share - together[:, None]) * scale
 
 
 @triton.jit(do_not_specialize=INTEGERS)

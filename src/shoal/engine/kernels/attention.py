@@ -272,8 +272,8 @@ class DroppedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient itself is differentiated, for which there are no kernels
             inputs = [x for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if needed]
             out = by_operators(q, k, v, mask, DrawSource(*drawn), ctx.causal, ctx.scale)
-            found = iter(torch.autograd.grad(out, inputs, grads[0], create_graph=True))
-            of_inputs = tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:3])
+            gradients = iter(torch.autograd.grad(out, inputs, grads[0], create_graph=True))
+            of_inputs = tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad[:3])
         else:
             of_inputs = attention_with_dropout_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
         return (*of_inputs, None, None, None, None)
@@ -288,8 +288,8 @@ def by_operators(
     if causal:
         below = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
         weights = weights.masked_fill(below.logical_not(), -math.inf)
-    kept = draw_mask(source, math.prod(weights.shape[1:])).view(weights.shape)
-    out: Tensor = (torch.ops.aten._safe_softmax(weights, -1) * kept) @ v
+    dropout = draw_mask(source, math.prod(weights.shape[1:])).view(weights.shape)
+    out: Tensor = (torch.ops.aten._safe_softmax(weights, -1) * dropout) @ v
     return out
 
 

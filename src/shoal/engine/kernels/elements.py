@@ -19,6 +19,8 @@ __device__ inline half_bits to_f16(float x) { half_bits y; asm("cvt.rn.f16.f32 %
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LARGEST = 2**31
 """Kernels index with 32 bits."""
+MOST_MEMBERS = 65535
+"""The most blocks along the second and the third axis of a grid."""
 _BYTES = 16
 """The most bytes that a thread reads or writes at once."""
 

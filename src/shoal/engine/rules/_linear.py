@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.kernels import row_sums
 from shoal.engine.rules._product import Linear, Product, RowBias
 from shoal.engine.rules._registry import general, in_full_precision, once_per_member, rule
 from shoal.engine.rules.op_context import NotStackable, OpContext, Run, pad_dims
@@ -37,6 +38,8 @@ def linear(ctx: OpContext) -> Run:
     has_b = ctx.args[2] is not None and ctx.stacked(2)
     leading = tuple(ctx.out.shape[:-1])
     shares_weights = _all_shared(ctx, 1, 2)
+    if ctx.device.type == "cuda" and ctx.args[2] is not None:
+        row_sums.prepare(ctx.out.dtype, members * math.prod(leading), ctx.out.shape[-1])
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if shares_weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.engine.kernels import channel_sums
+from shoal.engine.kernels import layer_norm as row_norm
 from shoal.engine.optim.compile_fence import is_traced
 from shoal.engine.rules import op_context
 from shoal.engine.rules._linear import widened
 from shoal.engine.rules._registry import numbers_of, once_per_member, rule
-from shoal.engine.rules.op_context import OpContext, Run, fold, pad_dims, unfold
+from shoal.engine.rules.op_context import OpContext, Run, fold, meta_of, pad_dims, unfold
 
 aten = torch.ops.aten
 
@@ -25,8 +27,21 @@ def layer_norm(ctx: OpContext) -> Run:
     if ctx.varies or not ctx.stacked(0):
         return once_per_member(ctx)
     ndim, flags = ctx.ndim(0), [value is not None and ctx.stacked(i) for i, value in enumerate(ctx.args)]
+    members, dtype = ctx.members, ctx.out.dtype
+    if ctx.device.type == "cuda":
+        _prepare_layer_norm(ctx)
+
+    def rows_of(value: Tensor | None, index: int, size: int) -> Tensor | None:
+        return None if value is None else widened(value, flags[index], members).reshape(members, size)
 
     def run(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any) -> Tensor:
+        size = math.prod(shape)
+        if not is_traced() and row_norm.suits(x, size, weight, bias, eps):
+            rows = x.reshape(members, -1, size).contiguous()
+            affine = rows_of(weight, 2, size), rows_of(bias, 3, size)
+            out = row_norm.LayerNorm.apply(rows, *affine, eps, x.dtype == dtype)  # type: ignore[no-untyped-call]
+            normalised: Tensor = out.view(x.shape)
+            return normalised
         out = F.layer_norm(_to_float(x), shape, None, None, eps)
         if weight is not None:
             out = out * (pad_dims(weight, len(shape), ndim) if flags[2] else weight)
@@ -35,6 +50,15 @@ def layer_norm(ctx: OpContext) -> Run:
         return out
 
     return run
+
+
+def _prepare_layer_norm(ctx: OpContext) -> None:
+    """Start to compile the kernels for the dtypes of the trace; where the result has full precision, so have the
+    arguments, see `_registry.in_own_dtype`."""
+    _, shape, weight, bias, eps, *_ = ctx.args
+    dtype = ctx.out.dtype
+    affine = [None if value is None else torch.promote_types(meta_of(value).dtype, dtype) for value in (weight, bias)]
+    row_norm.prepare(dtype, math.prod(shape), affine[0], affine[1], eps)
 
 
 @rule(aten.rms_norm.default)

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.kernels import row_sums
+from shoal.engine.optim.compile_fence import is_traced
+
 _BOUNDARY = 16
 """In elements: 64 bytes of float32, which is the longest vector and the alignment of every allocation."""
 SIDE = 4
@@ -80,13 +83,18 @@ class Linear(torch.autograd.Function):
         return (
             product(grad_MBO, weight_MOI.conj()) if of_x else None,
             product(grad_MBO.mT, x_MBI.conj()) if of_weight else None,
-            row_sums(grad_MBO) if of_bias else None,
+            sum_of_rows(grad_MBO) if of_bias else None,
         )
 
 
-def row_sums(grad_MBO: Tensor) -> Tensor:
-    """Return the gradient of a bias that was added to every row."""
-    return (grad_MBO.contiguous() if grad_MBO.device.type == "cpu" else grad_MBO).sum(1)
+def sum_of_rows(x_MBO: Tensor) -> Tensor:
+    """Compute the gradient of a bias [M, O] from that of every row."""
+    if x_MBO.device.type == "cpu":
+        return x_MBO.contiguous().sum(1)
+    if is_traced() or torch.is_grad_enabled() or not row_sums.suits(x_MBO):
+        return x_MBO.sum(1)
+    sums: Tensor = row_sums.row_sums(x_MBO)
+    return sums
 
 
 class RowBias(torch.autograd.Function):
@@ -99,7 +107,7 @@ class RowBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None]:
         (grad_MBO,) = grads
-        return grad_MBO, row_sums(grad_MBO) if ctx.needs_input_grad[1] else None
+        return grad_MBO, sum_of_rows(grad_MBO) if ctx.needs_input_grad[1] else None
 
 
 class Product(torch.autograd.Function):

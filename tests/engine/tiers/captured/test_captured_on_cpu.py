@@ -27,10 +27,11 @@ from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.stack import _flat_state, _update_kernel, fused_update, transfer
-from shoal.engine.tiers.captured import _kernel_source, _step
+from shoal.engine.tiers.captured import _step
 from shoal.engine.tiers.captured import chunk as chunk_module
 from shoal.engine.tiers.captured.compiling import Executable
 from shoal.engine.tiers.captured.executor import CapturedExecutor
+from shoal.engine.tiers.captured.fusion import kernel_source
 from shoal.engine.tiers.captured.graphs import Branch, Graph, Recorder
 from shoal.engine.tiers.captured.unit import CapturedUnit
 from shoal.engine.tiers.unit import Executor, Outcome, Unit
@@ -352,7 +353,7 @@ def test_a_wrong_kernel_is_seen_where_gradients_begin_as_zeros(monkeypatch: pyte
     (part,) = group(members, trace_cache)
     for right in (True, False):
         if not right:
-            monkeypatch.setitem(_kernel_source._EXPRESSIONS, torch.ops.aten.threshold_backward, "({0})")
+            monkeypatch.setitem(kernel_source._EXPRESSIONS, torch.ops.aten.threshold_backward, "({0})")
         unit = CapturedUnit(part.recipes, trace_cache, {}, chunk=3, compiled=False)
         chunk = unit.chunks[0]
         chunk.prepare(chunk.stack.members[0].job.batch_size)

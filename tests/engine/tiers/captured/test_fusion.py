@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from tests.engine.tiers.captured import host_kernels
 from torch import Tensor, nn
 
-from shoal.engine.tiers.captured import _launches
-from shoal.engine.tiers.captured._fusion import Fused
-from shoal.engine.tiers.captured._launches import Launch
-from shoal.engine.tiers.captured._recording import NotRecordable, Recording
+from shoal.engine.tiers.captured.fusion import launches
+from shoal.engine.tiers.captured.fusion.fused import Fused
+from shoal.engine.tiers.captured.fusion.launches import Launch
+from shoal.engine.tiers.captured.fusion.recording import Call, NotRecordable, Recording
 from shoal.utils import cuda_kernels
 
 ON_GPU = torch.cuda.is_available()
@@ -189,6 +189,29 @@ def test_columns_transposes_and_views() -> None:
         assert_same(step, [x, drawn(4, 1, 1), drawn(5), drawn(1)[0]], 1e-12)
 
 
+def test_joined_tensors() -> None:
+    """Contiguous ones, ones in another order or repeated, and sizes that no word divides; along every dimension."""
+
+    def step(x: Tensor, y: Tensor, row: Tensor) -> list[Tensor]:
+        a, b = torch.tanh(x), x.transpose(0, 1).contiguous().transpose(0, 1)
+        joined = [torch.cat([a, y, a], 2), torch.cat([b, x, row.expand(4, 2, 8)], 1), torch.cat([y, x[:1]])]
+        return [*joined, torch.cat([x[..., :3], y[..., 1:]], -1), torch.cat([x.flatten(), row]) * 2]
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        inputs = [drawn(4, 2, 8, dtype=dtype), drawn(4, 2, 8, dtype=dtype) + 1, drawn(8, dtype=dtype)]
+        made = assert_same(step, inputs, 1e-6 if dtype != torch.bfloat16 else 1e-2)
+        others = [call for call in made._steps if isinstance(call, Call)]
+        joined = [call for call in others if call.func == torch.ops.aten.cat.default]
+        assert len(joined) == 5 and all(call in made._joinings for call in joined)
+
+
+def test_what_is_joined_by_torch() -> None:
+    def step(x: Tensor, whole: Tensor) -> list[Tensor]:
+        return [torch.cat([x, whole.to(torch.float32)]), torch.cat([x, x[:0]]), torch.cat([x[0, :0], x[0]])]
+
+    assert_same(step, [drawn(4, 6), torch.ones(4, 6, device=DEVICE, dtype=torch.int64)], 1e-6)
+
+
 def test_parts_of_a_tensor_that_begin_anywhere() -> None:
     """What is read in another order is read where it lies; a copy of it would lie otherwise."""
 
@@ -200,7 +223,7 @@ def test_parts_of_a_tensor_that_begin_anywhere() -> None:
         assert_same(step, [drawn(4, 3, 5, dtype=dtype), drawn(16, dtype=dtype)], 1e-6)
 
 
-def launches(made: Fused) -> list[int]:
+def group_counts(made: Fused) -> list[int]:
     """The number of groups of each launch, in their order."""
     return [len(step.groups) for step in made._steps if isinstance(step, Launch)]
 
@@ -223,7 +246,7 @@ def test_groups_of_one_code_are_one_launch() -> None:
         sizes = [(4 + i % 3 * 4, 4 + (i + 1) % 3 * 4) for i in range(count)]
         weights = [drawn(*size, dtype=torch.float32) / 4 for size in sizes]
         made = assert_same(step, [drawn(5, 4, dtype=torch.bfloat16), *weights], 1e-2)
-        assert sorted(launches(made)) == sorted(expected)
+        assert sorted(group_counts(made)) == sorted(expected)
         order = "".join("x" if isinstance(step, Launch) else "." for step in made._steps)
         assert (order[0], order[-1]) == ("x", "x")
         assert count > 64 or "x" not in order[1:-1], order
@@ -235,16 +258,16 @@ def test_what_would_take_more_memory_is_not_computed_earlier(monkeypatch: pytest
         return [torch.tanh(other + other.unsqueeze(1)) @ first]
 
     inputs = [drawn(8), drawn(8) + 1, drawn(8, 8)]
-    assert launches(assert_same(step, inputs, 1e-10)) == [1, 1]
+    assert group_counts(assert_same(step, inputs, 1e-10)) == [1, 1]
 
     def halves(x: Tensor, y: Tensor) -> list[Tensor]:
         single = x.float()
         return [y.float() @ (single @ single)]
 
     inputs = [drawn(8, 8), drawn(8, 8) + 1]
-    assert launches(assert_same(halves, inputs, 1e-5)) == [2]
-    monkeypatch.setattr(_launches, "LARGE", 100)
-    assert launches(assert_same(halves, inputs, 1e-5)) == [1, 1], "large ones stay where they are"
+    assert group_counts(assert_same(halves, inputs, 1e-5)) == [2]
+    monkeypatch.setattr(launches, "LARGE", 100)
+    assert group_counts(assert_same(halves, inputs, 1e-5)) == [1, 1], "large ones stay where they are"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -22,8 +22,8 @@ from shoal.engine.recipes.program import Program
 from shoal.engine.stack.optimizers import Optimizers, Span
 from shoal.engine.stack.stack import Stack
 from shoal.engine.tiers.captured import _ending
-from shoal.engine.tiers.captured._fusion import Fused
-from shoal.engine.tiers.captured._recording import Recording
+from shoal.engine.tiers.captured.fusion.fused import Fused
+from shoal.engine.tiers.captured.fusion.recording import Recording
 from shoal.engine.tiers.unit import context_lost
 from shoal.engine.tracing.trace import autocast
 from shoal.utils import cuda_kernels

@@ -45,7 +45,8 @@ _PROGRAM = (
 )
 OPERATORS = (
     "shoal.engine.optim.compile_fence", "shoal.engine.kernels.attention", "shoal.engine.kernels.channel_sums",
-    "shoal.engine.kernels.patches", "shoal.engine.kernels.pooling", "shoal.utils.mask_kernel",
+    "shoal.engine.kernels.layer_norm", "shoal.engine.kernels.patches", "shoal.engine.kernels.pooling",
+    "shoal.engine.kernels.row_sums", "shoal.utils.mask_kernel",
 )  # fmt: skip
 """Modules that register operators of ours, without which a graph that has them cannot be read."""
 _PRECISIONS = {"ieee": "highest", "tf32": "high"}

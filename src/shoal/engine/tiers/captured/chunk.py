@@ -21,9 +21,9 @@ from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import Stack
 from shoal.engine.stack.stacked_optimizer import StackedOptimizer
-from shoal.engine.tiers.captured._fusion import Fused
 from shoal.engine.tiers.captured._step import Inputs, Step, stack_tensors
 from shoal.engine.tiers.captured.compiling import Executable, executable, step_graph, warm_up
+from shoal.engine.tiers.captured.fusion.fused import Fused
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.utils.randomness import signed
 

@@ -28,6 +28,7 @@ struct alignas(16) vec_int { int v[4]; };
 struct alignas(16) vec_double { double v[4]; };
 struct alignas(16) vec_llong { long long v[4]; };
 typedef long long llong;
+template <typename T, int n> struct alignas(sizeof(T) * n) joined_word { T v[n]; };
 __device__ inline float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 __device__ inline float round_f16(float x) { return from_f16(to_f16(x)); }
 template <typename T> __device__ inline T sigmoid_(T x) { return T(1) / (T(1) + exp(-x)); }

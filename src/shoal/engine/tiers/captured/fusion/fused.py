@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.engine.kernels import parts
-from shoal.engine.tiers.captured import _kernel_source as source
-from shoal.engine.tiers.captured._grouping import Group, Grouping, same_order
-from shoal.engine.tiers.captured._launches import Code, Launch, Plan, Size
-from shoal.engine.tiers.captured._recording import Call, NotRecordable, Recording, Ref, Value
+from shoal.engine.tiers.captured.fusion import kernel_source as source
+from shoal.engine.tiers.captured.fusion.casting import absorb_casts
+from shoal.engine.tiers.captured.fusion.grouping import Group, Grouping, offset, same_order
+from shoal.engine.tiers.captured.fusion.joining import joined_parts, joining_source
+from shoal.engine.tiers.captured.fusion.launches import Code, Launch, Plan, Size
+from shoal.engine.tiers.captured.fusion.recording import Call, NotRecordable, Recording, Ref
 from shoal.utils.cuda_kernels import Kernel, aligned, current_device
 
 THREADS, MOST_BLOCKS = 256, 4096
@@ -26,7 +28,8 @@ Load = Callable[[str, Sequence[str]], Sequence[Kernel]]
 
 @dataclass(slots=True)
 class _Kernel:
-    code: Code
+    code: Code | str
+    """That of a group, or the source of a kernel that joins tensors."""
     loads: list[int]
     in_order: set[int]
     """Those that are read several elements at a time, whose addresses must be multiples of 16 bytes."""
@@ -39,6 +42,7 @@ class Fused:
 
     def __init__(self, recording: Recording, outputs: Sequence[int | None], device: torch.device, load: Load) -> None:
         recording.keep_numbers(outputs)
+        absorb_casts(recording, outputs)
         self.values, self.calls = recording.values, recording.calls
         self.inputs, self.outputs = recording.inputs, list(outputs)
         self._device, self._grouping = device, Grouping(recording, device)
@@ -46,7 +50,9 @@ class Fused:
         self._needed = self._find_needed()
         self._kernels = {group: self._kernel(group) for group in self._group_of.values() if group.stored}
         ordered = list(self._order())
-        self._steps = Plan(ordered, self._before, lambda group: self._kernels[group].code, self._size).joined()
+        self._steps = Plan(ordered, self._before, self._code_of, self._size).joined()
+        made = {step: self._joining(step) for step in self._steps if isinstance(step, Call)}
+        self._joinings = {call: kernel for call, kernel in made.items() if kernel is not None}
         self._load_kernels(load)
         self._last_uses = self._find_last_uses()
 
@@ -54,15 +60,26 @@ class Fused:
         """Write and compile one kernel for each code and number of places."""
         launches = [step for step in self._steps if isinstance(step, Launch)]
         wanted = dict.fromkeys(map(self._code, launches))
-        names = {key: f"shoal_{i}" for i, key in enumerate(wanted)}
-        self.source = source.PRELUDE + "".join(code.written(name, room) for (code, room), name in names.items())
+        names: dict[Any, str] = {key: f"shoal_{i}" for i, key in enumerate(wanted)}
+        joining = dict.fromkeys(kernel.code for kernel in self._joinings.values())
+        names |= {code: f"shoal_join_{i}" for i, code in enumerate(joining)}
+        written = [
+            key.replace("NAME", name) if isinstance(key, str) else key[0].written(name, key[1])
+            for key, name in names.items()
+        ]
+        self.source = source.PRELUDE + "".join(written)
         with current_device(self._device):
             kernels = load(self.source, list(names.values())) if names else []
         self._loaded = dict(zip(names, kernels, strict=True))
 
+    def _code_of(self, group: Group) -> Code:
+        code = self._kernels[group].code
+        assert isinstance(code, Code)
+        return code
+
     def _code(self, launch: Launch) -> tuple[Code, int]:
         """Return the code of a launch, and for how many groups its kernel has room."""
-        code = self._kernels[launch.groups[0]].code
+        code = self._code_of(launch.groups[0])
         return code, parts.places(len(launch.groups), len(code.pointers))
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -74,6 +91,8 @@ class Fused:
             for step, dead in zip(self._steps, self._last_uses, strict=True):
                 if isinstance(step, Launch):
                     self._launch(step, held)
+                elif step in self._joinings:
+                    self._join(self._joinings[step], held)
                 else:
                     self._call(step, held)
                 for number in dead:
@@ -96,6 +115,11 @@ class Fused:
         key = self._code(launch)
         arguments, blocks = parts.arguments(given, key[1])
         self._loaded[key](grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=arguments)
+
+    def _join(self, kernel: _Kernel, held: list[Any]) -> None:
+        """Join tensors with a kernel of their own."""
+        part = self._part(kernel, held)
+        self._loaded[kernel.code](grid=(part.blocks, 1, 1), block=(THREADS, 1, 1), args=[*part.tensors, part.n])
 
     def _part(self, kernel: _Kernel, held: list[Any]) -> parts.Part:
         """Allocate a kernel's results, and return its arguments after checking the layout of its operands."""
@@ -198,6 +222,18 @@ class Fused:
 
     # --- source -----------------------------------------------------------------------------------------------------
 
+    def _joining(self, call: Call) -> _Kernel | None:
+        """Return a kernel that joins tensors, if that is what the call does."""
+        joined = joined_parts(call, self.values, self._device)
+        if joined is None or call.gives[0] is None:
+            return None
+        numbers, dim = joined
+        loads, out = list(dict.fromkeys(numbers)), call.gives[0]
+        pointers = [f"a{loads.index(number)}" for number in numbers]
+        code = joining_source([self.values[number] for number in numbers], pointers, self.values[out], dim)
+        in_order = {number for number in loads if self.values[number].contiguous}
+        return _Kernel(code, loads, in_order, [out], self.values[out].numel)
+
     def _kernel(self, group: Group) -> _Kernel:
         """Return a group's code and what it reads and writes."""
         calls, loads = self._grouping.inside(group, group.stored)
@@ -213,7 +249,7 @@ class Fused:
         for place, (number, out) in enumerate(loads):
             value, pointer = self.values[number], pointers[number]
             if not same_order(value, out):
-                element = f"{pointer}[{_offset(value, out)}]"
+                element = f"{pointer}[{offset(value, out)}]"
             else:
                 element = f"w{pointer}.v[j]" if wide == 4 else f"{pointer}[i]"
             names[number, out.shape, out.stride] = f"x{place}"
@@ -261,26 +297,3 @@ class Fused:
             arguments.append(argument)
         value = source.rounded(out.dtype, source.expression(call.func, arguments, kind))
         return f"{source.COMPUTED[out.dtype]} {name} = {value};"
-
-
-def _offset(value: Value, out: Value) -> str:
-    """Return the C expression of an operand's offset, from the index `i` of the result's element in memory."""
-    missing = len(out.shape) - len(value.shape)
-    strides = [0] * missing + [0 if n == 1 else s for n, s in zip(value.shape, value.stride, strict=True)]
-    dims = sorted(
-        ((s, n, mine) for n, s, mine in zip(out.shape, out.stride, strides, strict=True) if n > 1), reverse=True
-    )
-    merged: list[list[int]] = []  # outermost first: [stride of the index, size, operand's stride]
-    for stride, size, mine in dims:
-        if merged and merged[-1][2] == mine * size:
-            merged[-1] = [stride, merged[-1][1] * size, mine]
-        else:
-            merged.append([stride, size, mine])
-    terms = []
-    for place, (stride, size, mine) in enumerate(merged):
-        if not mine:
-            continue
-        term = "i" if stride == 1 else f"(i / {stride}u)"
-        term = term if place == 0 else f"({term} % {size}u)"
-        terms.append(term if mine == 1 else f"{term} * {mine}u")
-    return " + ".join(terms) or "0"

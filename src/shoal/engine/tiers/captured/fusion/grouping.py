@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shoal.engine.tiers.captured import _kernel_source as source
-from shoal.engine.tiers.captured._recording import Call, Recording, Value
+from shoal.engine.tiers.captured.fusion import kernel_source as source
+from shoal.engine.tiers.captured.fusion.recording import Call, Recording, Value
 
 MOST_CALLS = 80
 """The largest number of calls in one group, including those that it computes again."""
@@ -207,3 +207,26 @@ def same_order(value: Value, out: Value) -> bool:
     if value.shape != out.shape:
         return False
     return value.stride == out.stride or (value.contiguous and out.contiguous)
+
+
+def offset(value: Value, out: Value) -> str:
+    """Return the C expression of an operand's offset, from the index `i` of the result's element in memory."""
+    missing = len(out.shape) - len(value.shape)
+    strides = [0] * missing + [0 if n == 1 else s for n, s in zip(value.shape, value.stride, strict=True)]
+    dims = sorted(
+        ((s, n, mine) for n, s, mine in zip(out.shape, out.stride, strides, strict=True) if n > 1), reverse=True
+    )
+    merged: list[list[int]] = []  # outermost first: [stride of the index, size, operand's stride]
+    for stride, size, mine in dims:
+        if merged and merged[-1][2] == mine * size:
+            merged[-1] = [stride, merged[-1][1] * size, mine]
+        else:
+            merged.append([stride, size, mine])
+    terms = []
+    for place, (stride, size, mine) in enumerate(merged):
+        if not mine:
+            continue
+        term = "i" if stride == 1 else f"(i / {stride}u)"
+        term = term if place == 0 else f"({term} % {size}u)"
+        terms.append(term if mine == 1 else f"{term} * {mine}u")
+    return " + ".join(terms) or "0"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.engine.kernels import parts
-from shoal.engine.tiers.captured._grouping import Group
-from shoal.engine.tiers.captured._recording import Call
+from shoal.engine.tiers.captured.fusion.grouping import Group
+from shoal.engine.tiers.captured.fusion.recording import Call
 
 LARGE = 8 << 20
 """The bytes from which what a group writes or reads is not moved away from the call beside it: it would leave the cache
