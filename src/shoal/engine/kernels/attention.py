@@ -24,6 +24,8 @@ from shoal.utils.randomness import DrawSource, draw_mask
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_WIDTH = 128
 """The largest width of a head."""
+WARPS = 4
+"""The warps of a block."""
 LARGEST_MASK = 2**31
 """The kernels count the elements of a member's dropout mask in 32 bits."""
 
@@ -41,13 +43,15 @@ class Shape:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The size of a tile of the forward pass."""
-        return self._blocks(128, 64)
+        """The size of a tile of the forward pass, and of the queries' gradients where there are many keys."""
+        return self._blocks(64, 64)
 
     @property
-    def backward_blocks(self) -> dict[str, int]:
-        """The size of a tile of the backward pass; few keys are one block, so that one kernel has all gradients."""
-        return self._blocks(64, 128 if self.width <= 64 else 64)
+    def key_blocks(self) -> dict[str, int]:
+        """The size of a tile of the gradients of keys and values; few keys are one block, so that one kernel has all
+        gradients. Smaller tiles leave registers for more blocks at the same time."""
+        few = self.width <= 64 and 64 < self.num_keys <= 128
+        return self._blocks(16, 128) if few else self._blocks(32, 64)
 
     def _blocks(self, most_queries: int, most_keys: int) -> dict[str, int]:
         return {
@@ -63,12 +67,12 @@ class Shape:
     @property
     def key(self) -> tuple[Any, ...]:
         """What the compiled code depends on."""
-        return (self.dtype, *self.constants.values(), *self.blocks.values(), *self.backward_blocks.values(), self.short)
+        return (self.dtype, *self.constants.values(), *self.blocks.values(), *self.key_blocks.values(), self.short)
 
     @property
     def short(self) -> bool:
         """Whether one block has all keys."""
-        return self.num_keys <= self.backward_blocks["BLOCK_K"]
+        return self.num_keys <= self.key_blocks["BLOCK_K"]
 
 
 def suits(device: torch.device, shape: Shape, elements: int) -> bool:
@@ -154,7 +158,7 @@ def _launch_forward(
     grid = (q.shape[0] * q.shape[1] * q.shape[2], -(-q.shape[3] // blocks["BLOCK_Q"]))
     kernels.forward[grid](
         q, k, v, q if mask is None else mask, out, stats, *source, *_numbers(q, k, v, mask, scale),
-        **shape.constants, **blocks, ALIGNED=_aligned(q, k, v), num_warps=4 if blocks["BLOCK_Q"] < 128 else 8,
+        **shape.constants, **blocks, ALIGNED=_aligned(q, k, v), num_warps=WARPS,
     )  # fmt: skip
     return out.transpose(2, 3), stats
 
@@ -167,15 +171,17 @@ def _launch_backward(
 
     out, grad = (x.transpose(2, 3).contiguous() for x in (out, grad))
     dq, dk, dv = (_empty_like_rows(x) for x in (q, k, v))
-    blocks, heads = shape.backward_blocks, q.shape[0] * q.shape[1] * q.shape[2]
+    blocks, heads = shape.key_blocks, q.shape[0] * q.shape[1] * q.shape[2]
     inputs = (q, k, v, q if mask is None else mask, out, stats, grad)
     numbers = _numbers(q, k, v, mask, scale)
-    how = {**shape.constants, **blocks, "ALIGNED": _aligned(q, k, v), "num_warps": 8 if blocks["BLOCK_K"] > 64 else 4}
+    how = {**shape.constants, "ALIGNED": _aligned(q, k, v), "num_warps": WARPS}
     kernels.backward[heads, -(-k.shape[3] // blocks["BLOCK_K"])](
-        *inputs, dq, dk, dv, *source, *numbers, ALL_KEYS=shape.short, **how
+        *inputs, dq, dk, dv, *source, *numbers, ALL_KEYS=shape.short, **blocks, **how
     )
     if not shape.short:
-        kernels.backward_of_queries[heads, -(-q.shape[3] // blocks["BLOCK_Q"])](*inputs, dq, *source, *numbers, **how)
+        blocks = shape.blocks
+        grid = heads, -(-q.shape[3] // blocks["BLOCK_Q"])
+        kernels.backward_of_queries[grid](*inputs, dq, *source, *numbers, **blocks, **how)
     return dq.transpose(2, 3), dk.transpose(2, 3), dv.transpose(2, 3)
 
 
