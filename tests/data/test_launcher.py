@@ -209,7 +209,7 @@ def begin(reading, begin=Reading.begin):
 
 if __name__ == "__main__":
     Reading.begin = begin
-    shoal.train(jobs(loader_of(Noisy()), epochs=5), progress=False)
+    shoal.train(jobs(loader_of(Noisy()), epochs=5), device="cpu", progress=False)
 """
 
 

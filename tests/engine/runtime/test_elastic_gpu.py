@@ -179,3 +179,54 @@ def test_a_device_side_assert_costs_its_member_and_a_resume(tmp_path: Path) -> N
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+ASSERTS_WHILE_COMPILING = """
+import math, os, sys, torch, torch.nn.functional as F, shoal
+from pathlib import Path
+from torch import nn
+from shoal.engine.tiers.captured import background
+from shoal.engine.units import _choose_form
+folder = Path(sys.argv[1])
+_choose_form._compile_estimate = lambda graph: 1e-9
+_choose_form.ALL_FORMS = math.inf  # what compiles does so meanwhile
+background._PROGRAM = ";".join([
+    "import json, os, pathlib, sys, threading, time", "sys.path += json.loads(sys.argv[2])",
+    "from shoal.engine.tiers.captured.background import _end_with_parent",
+    f"(pathlib.Path({sys.argv[1]!r}) / str(os.getpid())).touch()",
+    "threading.Thread(target=_end_with_parent, args=[int(sys.argv[1])], daemon=True).start()", "time.sleep(600)",
+])
+
+class Net(nn.Module):
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.layers = limit, nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("shifts", torch.zeros(2))
+
+    def forward(self, x):
+        self.count.add_(1)
+        place = (self.count > self.limit).long() * 99
+        return self.layers(x) + self.shifts[place]
+
+x, y = torch.randn(256, 8), torch.randint(4, (256,))
+jobs = [shoal.Job(model=lambda i=i: Net(1500 if i == 3 else 10**9), data=(x, y), loss=F.cross_entropy, batch_size=32,
+                  epochs=400, seed=i, name=f"job {i}") for i in range(6)]
+results = shoal.train(jobs, device="cuda", checkpoint_every="0.2s")
+print([(r.status, r.tier) for r in results], results[3].error)
+assert [r.status for r in results] == ["done"] * 3 + ["failed"] + ["done"] * 2
+started = [int(path.name) for path in folder.iterdir()]
+assert started, "nothing was compiled meanwhile"
+left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
+assert not left, f"these still run: {left}"
+"""
+
+
+def test_a_device_side_assert_while_a_step_is_compiled(tmp_path: Path) -> None:
+    script, folder = tmp_path / "asserts.py", tmp_path / "compiling"
+    folder.mkdir()
+    script.write_text(ASSERTS_WHILE_COMPILING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SHOAL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
