@@ -301,7 +301,8 @@ class _Work:
     def _planning(self, members: Sequence[Member]) -> PlanningContext:
         """Return the planning context of these members, and watch their Python state if it may have to be saved."""
         settings = self.settings
-        with garbage_collection.frozen(), loading_common_kernels(settings.device, _dtypes(members)):
+        network = members[0].model if members else None
+        with garbage_collection.frozen(), loading_common_kernels(settings.device, _dtypes(members), network):
             planning = PlanningContext(
                 members,
                 timed=not settings.deterministic,
