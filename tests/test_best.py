@@ -143,7 +143,7 @@ def test_one_that_never_comes_ends_the_job_after_its_first_epoch(monkeypatch: py
     """Where no step could be tried beforehand."""
     own = job(loss=None, step=logged("acc"), stop=shoal.EarlyStop("accuracy"), val_every=2)
     other = job(name="b")
-    monkeypatch.setattr("shoal.preparation.checks.dry_run", lambda member: ([], set()))
+    monkeypatch.setattr("shoal.preparation.checks.dry_run_noting_rates", lambda *_: (([], set()), False))
     failed, done = shoal.train([own, other], device="cpu")
     assert (failed.status, failed.steps, done.status) == ("failed", 6, "done")
     assert failed.error == "stop watches 'accuracy', which this job does not have; it has loss, acc, val_loss, val_acc"
