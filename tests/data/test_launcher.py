@@ -96,6 +96,19 @@ def test_workers_read_the_same(starters: int, launched: list[int], monkeypatch: 
     assert launched == [0, 1, 2]
 
 
+def test_a_dataset_that_draws_from_the_generator_of_its_loader(launched: list[int]) -> None:
+    generator = torch.Generator().manual_seed(8)
+
+    class Sharing(Noisy):
+        def __getitem__(self, row: int) -> Any:
+            return torch.rand(3, generator=generator), row
+
+    loader = loader_of(Sharing(), batch_size=4, generator=generator)
+    plain = batches(loader, 2, launch=False)
+    assert_same(batches(loader, 2, launch=True), plain)
+    assert launched == [0, 1]
+
+
 def test_large_lists_of_indices_and_large_rows_pass_through_the_pipes(launched: list[int]) -> None:
     class Wide(Noisy):
         def __getitem__(self, row: int) -> Any:
