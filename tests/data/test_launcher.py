@@ -24,6 +24,7 @@ from shoal.data import Pool, _launcher
 from shoal.data._loader import Loader
 from shoal.data._reading import Reading
 from shoal.data.loader import LoaderSource
+from shoal.errors import ReadError
 
 
 class Careless(Noisy):
@@ -179,6 +180,28 @@ def test_a_worker_that_is_killed_fails_the_jobs_that_read_it(launched: list[int]
     assert {result.status for result in results} == {"failed"}
     assert "exited unexpectedly" in str(results[0].error) and launched
     assert not multiprocessing.active_children()
+
+
+def test_a_batch_that_cannot_be_sent_fails_its_readers(
+    launched: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Unsent:
+        def __reduce__(self) -> Any:
+            raise OSError(24, "no more files")
+
+    class Last(Noisy):
+        def __getitem__(self, row: int) -> Any:
+            return Unsent() if row == 40 else row
+
+    monkeypatch.setattr(_launcher, "END_SECONDS", 1.0)
+    loader = Loader(loader_of(Last(), shuffle=False, collate_fn=list), CPU, "it")
+    loader.launches = True
+    reading = Reading(loader, 0, 0)
+    assert reading.get(4) == list(range(32, 40)) and launched == [0]
+    with pytest.raises(ReadError, match="exited unexpectedly"):
+        reading.get(5)
+    loader.stop_launching()
+    assert "no more files" in capfd.readouterr().err and not multiprocessing.active_children()
 
 
 def test_a_reading_that_is_closed_early_leaves_no_process(launched: list[int]) -> None:

@@ -266,8 +266,9 @@ class Worker:
         return self._seconds
 
     def is_alive(self) -> bool:
+        """Whether more batches may come from it."""
         self._look(END_SECONDS if self._answers.closed else 0)  # its pipes close one after the other
-        return self._life is not None and not self._ended
+        return self._life is not None and not (self._ended or self._answers.closed)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end. One that has nothing left to do is not waited for, since it ends by itself."""
