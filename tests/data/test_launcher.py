@@ -182,6 +182,24 @@ def test_a_worker_that_is_killed_fails_the_jobs_that_read_it(launched: list[int]
     assert not multiprocessing.active_children()
 
 
+def test_a_second_interrupt_leaves_no_process(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Pool(CPU).open(loader_of(Noisy(4000), batch_size=2)).source
+    assert isinstance(source, LoaderSource)
+    source.overlaps = True
+    reader = source.read(0, 0, goes_on=True)
+    next(reader)
+
+    def interrupted(reading: Reading) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reading, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        source.close()
+    assert launched and not multiprocessing.active_children()
+    monkeypatch.undo()
+    source.close()
+
+
 def test_a_batch_that_cannot_be_sent_fails_its_readers(
     launched: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
