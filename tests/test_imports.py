@@ -38,3 +38,11 @@ print(results.table())
 def test_core_runs_with_torch_and_numpy_alone() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_what_only_linux_has() -> None:
+    """Windows has no forks, and macOS does not tell on which cores a process may run."""
+    taken = "import os, torch, torch.utils.data; del os.register_at_fork, os.sched_getaffinity"
+    script = f"{taken}; import shoal; [getattr(shoal, name) for name in shoal.__all__]"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
-"""The version of this package, and the environment in which a result was made."""
+"""The version of this package, the environment in which a result was made, and the cores that there are."""
 
 from __future__ import annotations
 
+import os
 import platform
 import tomllib
 from importlib import metadata
@@ -52,3 +53,9 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         }
     return stamp
+
+
+def usable_cores() -> int:
+    """Return the number of cores on which this process may run; macOS and Windows do not tell."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -24,6 +24,7 @@ from shoal.data import Pool, _launcher
 from shoal.data._loader import Loader
 from shoal.data._reading import Reading
 from shoal.data.loader import LoaderSource
+from shoal.errors import ReadError
 
 
 class Careless(Noisy):
@@ -96,6 +97,19 @@ def test_workers_read_the_same(starters: int, launched: list[int], monkeypatch: 
     assert launched == [0, 1, 2]
 
 
+def test_a_dataset_that_draws_from_the_generator_of_its_loader(launched: list[int]) -> None:
+    generator = torch.Generator().manual_seed(8)
+
+    class Sharing(Noisy):
+        def __getitem__(self, row: int) -> Any:
+            return torch.rand(3, generator=generator), row
+
+    loader = loader_of(Sharing(), batch_size=4, generator=generator)
+    plain = batches(loader, 2, launch=False)
+    assert_same(batches(loader, 2, launch=True), plain)
+    assert launched == [0, 1]
+
+
 def test_large_lists_of_indices_and_large_rows_pass_through_the_pipes(launched: list[int]) -> None:
     class Wide(Noisy):
         def __getitem__(self, row: int) -> Any:
@@ -166,6 +180,46 @@ def test_a_worker_that_is_killed_fails_the_jobs_that_read_it(launched: list[int]
     assert {result.status for result in results} == {"failed"}
     assert "exited unexpectedly" in str(results[0].error) and launched
     assert not multiprocessing.active_children()
+
+
+def test_a_second_interrupt_leaves_no_process(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Pool(CPU).open(loader_of(Noisy(4000), batch_size=2)).source
+    assert isinstance(source, LoaderSource)
+    source.overlaps = True
+    reader = source.read(0, 0, goes_on=True)
+    next(reader)
+
+    def interrupted(reading: Reading) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reading, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        source.close()
+    assert launched and not multiprocessing.active_children()
+    monkeypatch.undo()
+    source.close()
+
+
+def test_a_batch_that_cannot_be_sent_fails_its_readers(
+    launched: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Unsent:
+        def __reduce__(self) -> Any:
+            raise OSError(24, "no more files")
+
+    class Last(Noisy):
+        def __getitem__(self, row: int) -> Any:
+            return Unsent() if row == 40 else row
+
+    monkeypatch.setattr(_launcher, "END_SECONDS", 1.0)
+    loader = Loader(loader_of(Last(), shuffle=False, collate_fn=list), CPU, "it")
+    loader.launches = True
+    reading = Reading(loader, 0, 0)
+    assert reading.get(4) == list(range(32, 40)) and launched == [0]
+    with pytest.raises(ReadError, match="exited unexpectedly"):
+        reading.get(5)
+    loader.stop_launching()
+    assert "no more files" in capfd.readouterr().err and not multiprocessing.active_children()
 
 
 def test_a_reading_that_is_closed_early_leaves_no_process(launched: list[int]) -> None:

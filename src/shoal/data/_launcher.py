@@ -193,8 +193,9 @@ class _Epoch(BaseContext):
         """When it was created."""
         self.results: Results | None = None
         self.done: Done | None = None
-        self.states = [get_state(generator) for generator in launcher.generators]
-        """The states of the generators with which workers begin."""
+        self.states: list[Any] | None = None
+        """The states of the generators with which workers begin; known when the first starts, since the loader draws a
+        number before."""
         self.starters: list[Starter] = []
         """The processes that start this epoch's workers, one entry for each worker."""
 
@@ -241,6 +242,8 @@ class Worker:
         results, their_results = multiprocessing.Pipe(duplex=False)
         self._life, their_life = multiprocessing.Pipe(duplex=False)
         theirs = (self._indices.reader, epoch.done.reader, their_results, their_life)
+        if epoch.states is None:
+            epoch.states = [get_state(generator) for generator in epoch.launcher.generators]
         try:
             self._starter.start(self._args, None if self._starter in epoch.starters else epoch.states, theirs)
         finally:
@@ -263,8 +266,9 @@ class Worker:
         return self._seconds
 
     def is_alive(self) -> bool:
+        """Whether more batches may come from it."""
         self._look(END_SECONDS if self._answers.closed else 0)  # its pipes close one after the other
-        return self._life is not None and not self._ended
+        return self._life is not None and not (self._ended or self._answers.closed)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end. One that has nothing left to do is not waited for, since it ends by itself."""

@@ -14,6 +14,7 @@ import traceback
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 
@@ -85,12 +86,15 @@ class Sender:
     def _send(self) -> None:
         while (value := self._values.get()) is not _LAST:
             try:
-                self._pipe.send(value)
+                message = ForkingPickler.dumps(value)
+            except Exception:  # it cannot be pickled, or there are no more files; who waits for it sees the pipe's end
+                traceback.print_exc()
+                break
+            value = None  # frees it
+            try:
+                self._pipe.send_bytes(message)
             except OSError:  # nobody reads it any more
                 break
-            except Exception:  # it cannot be pickled
-                traceback.print_exc()
-            value = None  # frees it
         self._pipe.close()
 
     def cancel_join_thread(self) -> None:

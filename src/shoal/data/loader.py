@@ -161,10 +161,12 @@ class LoaderSource(Source):
         self._readings = [reading for reading in self._readings if reading not in unread]
 
     def close(self) -> None:
-        for reading in self._readings:
-            reading.close()
-        self._readings = []
-        self.loader.stop_launching()
+        try:
+            for reading in self._readings:
+                reading.close()
+            self._readings = []
+        finally:  # a second Ctrl-C must leave no process either
+            self.loader.stop_launching()
 
     def fingerprint(self) -> str:
         """Return a hash of the loader's settings, and of its first batch if that is known to be the same when read

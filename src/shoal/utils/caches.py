@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from shoal.environment import usable_cores
 from shoal.utils.garbage_collection import paused
 
 _PACKAGES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "mpmath")
@@ -57,7 +58,7 @@ def bytecode_kept(compile_all: bool = False) -> Iterator[None]:
     old_settings = sys.pycache_prefix, sys.dont_write_bytecode
     try:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-        if compile_all and len(os.sched_getaffinity(0)) >= _FEW_CORES:
+        if compile_all and usable_cores() >= _FEW_CORES:
             _compile_all(folder)
         yield
     finally:
@@ -82,7 +83,7 @@ def _compile_all(folder: Path) -> None:
         locations = [spec.submodule_search_locations for name in _PACKAGES if (spec := find_spec(name)) is not None]
         sources = [path for location in locations for root in location or () for path in Path(root).rglob("*.py")]
         files = sorted((f for f in sources if "tests" not in f.parts), key=lambda path: -path.stat().st_size)
-        count = len(os.sched_getaffinity(0))
+        count = usable_cores()
         command = [sys.executable, "-I", "-S", "-c", _COMPILE, str(folder)]
         workers = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(count)]
         for index, worker in enumerate(workers):

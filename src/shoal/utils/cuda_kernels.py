@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.environment import usable_cores
 from shoal.utils.caches import cache_folder
 
 Kernel = Callable[..., None]
@@ -134,7 +135,7 @@ def _begin(source: str) -> dict[str, Future[bytes | None]]:
     with _LOCK:
         if _pool is None:
             _pool = ThreadPoolExecutor(MOST_AT_ONCE)
-        parts = _parts(source, min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+        parts = _parts(source, min(MOST_AT_ONCE, usable_cores()))
         for part in parts:
             if (part, *options) not in _COMPILED:
                 _COMPILED[part, *options] = _pool.submit(_binary, part, options)
@@ -246,4 +247,5 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

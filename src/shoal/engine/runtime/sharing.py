@@ -26,6 +26,7 @@ from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.processes import ask_children
 from shoal.engine.tiers.threads import busy
 from shoal.engine.units.trials import lone_seconds
+from shoal.environment import usable_cores
 from shoal.utils.torch_flags import torch_flags
 
 WORTH_SECONDS = 2.0
@@ -128,12 +129,6 @@ def _parallel_step_seconds(member: Member, count: int) -> float:
 
 def _send_seconds(member: Member, pipe: Connection) -> None:
     pipe.send(lone_seconds(member))
-
-
-def usable_cores() -> int:
-    """Return the number of cores on which this process may run."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def workers_for(threads: int | None, device: torch.device, seconds: float, *, busy_too: bool = False) -> int:

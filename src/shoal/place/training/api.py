@@ -17,8 +17,7 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.runtime.processes import CANNOT_TRAIN, forks_can_train
-from shoal.engine.runtime.sharing import usable_cores
-from shoal.environment import environment
+from shoal.environment import environment, usable_cores
 from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.loaders import refuse_batches
