@@ -207,7 +207,7 @@ extern "C" __global__ void gradient_with_sums(const out_word* grad, const word* 
 def suits(x: Tensor, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
     """Return whether there are kernels for rows of `size` elements of this tensor [M, ...]."""
     affine = {t.dtype for t in (weight, bias) if t is not None}
-    fits = 0 < x.numel() < len(x) * LARGEST and len(x) <= MOST_MEMBERS and 0 < size <= LONGEST
+    fits = 0 < x.numel() < len(x) * LARGEST and 2 * len(x) <= MOST_MEMBERS and 0 < size <= LONGEST
     same_result = all(t in DTYPES and torch.promote_types(t, _wide(x.dtype)) == _wide(x.dtype) for t in affine)
     return x.is_cuda and x.dtype in DTYPES and fits and len(affine) < 2 and same_result and _finite(eps) and available()
 
