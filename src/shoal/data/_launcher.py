@@ -173,7 +173,10 @@ def _fork(launcher: Launcher, args: Sequence[Any], handles: Sequence[int], pipe:
 def _work(target: Callable[..., Any], args: Sequence[Any], life: Connection, pipe: Connection) -> None:
     """Run in a worker. `life`: its only other end closes when this process is gone."""
     pipe.close()
-    life.send_bytes(_STARTED.pack(os.getpid(), time.monotonic()))
+    try:
+        life.send_bytes(_STARTED.pack(os.getpid(), time.monotonic()))
+    except OSError:  # the epoch was closed before this worker began
+        return
     target(*args)
 
 

@@ -86,6 +86,30 @@ def test_clipping_and_accumulation_of_gradients_that_workers_have(sync: str) -> 
     assert largest_difference(trained(job, placement_of(job, 3, sync)), job) < 1e-9
 
 
+@pytest.mark.parametrize("sync", ["server", "allreduce", "sharded"])
+def test_gradients_are_clipped_by_value(sync: str) -> None:
+    job = job_of(mlp, rows(12), clip_value=1e-3, accumulate=2, optimizer=torch.optim.SGD, hparams={"lr": 0.1})
+    assert largest_difference(trained(job, placement_of(job, 3, sync)), job) < 1e-9
+
+
+class Centered(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def _penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return F.cross_entropy(model(batch[0]), batch[1]) + 0.1 * penalty
+
+
+@pytest.mark.parametrize("step", [None, _penalised], ids=["a layer that mixes rows", "a penalty"])
+def test_what_cannot_be_divided_is_refused(step: Any) -> None:
+    layers = [nn.Identity() if step else Centered(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)]
+    job = job_of(lambda: nn.Sequential(*layers), rows(12), **({"step": step, "loss": None} if step else {}))
+    with pytest.raises(shoal.errors.PlaceError, match="divided after '1' is not exact"):
+        trained(job, placement_of(job, "1"))
+
+
 @pytest.mark.parametrize("sync", ["server", "allreduce"])
 def test_all_layers_on_the_workers(sync: str) -> None:
     job = job_of(mlp, rows(12))

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
-from shoal.engine.runtime.processes import CANNOT_TRAIN, forks_can_train
+from shoal.engine.runtime.processes import CANNOT_TRAIN, apart, forks_can_train
 from shoal.environment import environment, usable_cores
 from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.loaders import refuse_batches
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
+from shoal.place.training.agreement import check_agreement
 from shoal.place.training.asynchronous import check_job
 from shoal.place.training.members import Lost, Workers
 from shoal.place.training.roles import Built, Roles
@@ -161,6 +162,7 @@ def serve_job(
     flags = torch_flags(cpu, threads or settings.threads or 1, settings.deterministic)
     with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         built = build(job, placement, cpu)
+        apart(partial(check_agreement, built))
         member = built.member
         if folder is not None and folder.claim([member], {"placement": built.roles.to_dict()}):
             folder.restore(member)

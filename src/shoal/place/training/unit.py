@@ -50,14 +50,16 @@ class PlacedUnit(SerialUnit):
         return result.loss, result.logs
 
     def _clip(self) -> None:
-        """Scale all gradients, including those of the workers, to the job's largest norm."""
-        if self.job.clip_norm is None:
-            return
+        """Scale all gradients, including those of the workers, to the job's largest norm, and clip values."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        squares = sum(float(gradient.double().square().sum()) for gradient in gradients) + self.server.squares
-        self._factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
-        for gradient in gradients:
-            gradient.mul_(self._factor)
+        if self.job.clip_norm is not None:
+            squares = sum(float(gradient.double().square().sum()) for gradient in gradients) + self.server.squares
+            self._factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
+            for gradient in gradients:
+                gradient.mul_(self._factor)
+        if self.job.clip_value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self.job.clip_value, self.job.clip_value)
 
     def write_back(self, slots: list[int] | None = None) -> None:
         self.server.pull()

@@ -238,8 +238,10 @@ class Worker:
         for group, options in zip(self.optimizer.param_groups, numbers.get("options") or (), strict=False):
             _set_options(group, options)
         self.optimizer.zero_grad()
+        limit = self.job.clip_value
         for name, gradient in self.sums.items():
-            self.parameters[name].grad = gradient if numbers.get("clip") is None else gradient * float(numbers["clip"])
+            gradient = gradient if numbers.get("clip") is None else gradient * float(numbers["clip"])
+            self.parameters[name].grad = gradient if limit is None else gradient.clamp(-limit, limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sums = {}

@@ -1,0 +1,100 @@
+"""Check on a few rows, before training, that a divided network computes what the job's own step computes.
+
+Workers run the first layers on their own rows. That is exact only if none of these layers looks at other rows, and if
+the step does nothing but pass its batch to the network and its outputs to the loss. Batch norm is joined, and dropout
+drawn, apart from this; networks with either are checked in eval mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.engine.members.member import draws
+from shoal.engine.members.step import autocast, evaluating, run_step
+from shoal.engine.python_state.preserve import preserved
+from shoal.errors import PlaceError
+from shoal.place.training.back import FEW, take_rows
+from shoal.place.training.joined_batch import batch_norms
+from shoal.place.training.roles import Built, Given
+
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
+"""How far a gradient may be off, relative to the largest one: mistakes are far larger than rounding."""
+Gradients = list[Tensor]
+"""The loss, and its gradient for each trained parameter."""
+
+
+def check_agreement(built: Built) -> None:
+    """Raise a PlaceError if the divided network differs from the job's step. What cannot be compared is not."""
+    member = built.member
+    rows = min(FEW, member.batch_size, len(member.data))
+    tolerance = TOLERANCE.get(next((p.dtype for p in built.member.model.parameters()), torch.float16))
+    if built.whole or rows < 2 or tolerance is None or built.job.precision is not None:
+        return
+    roots = {"step": built.job.step, "loss": built.job.loss, "model": member.model}
+    buffers = [(buffer, buffer.clone()) for buffer in member.model.buffers()]
+    with draws(member, keep=False), preserved(roots, skip=member.model) as state:
+        if state.unrestorable:
+            return
+        try:
+            pairs = _compared(built, member.data.take(0, rows), rows)
+        except Exception:  # the step needs its whole batch, or draws what cannot be drawn twice
+            return
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+    if pairs is not None:
+        _compare(built, *pairs, tolerance)
+
+
+def _compared(built: Built, batch: Any, rows: int) -> tuple[Gradients, Gradients] | None:
+    """Return the gradients of the job's step and those of the divided network, in train mode if they are repeatable,
+    else in eval mode; None if they are repeatable in neither."""
+    model = built.member.model
+    modes: Sequence[Callable[[], AbstractContextManager[Any]]] = [nullcontext, lambda: evaluating(model)]
+    for mode in modes[bool(batch_norms(model)) :]:
+        with mode():
+            own, again = (_gradients(built, batch, model) for _ in range(2))
+            if all(torch.equal(a, b) for a, b in zip(own, again, strict=True)):
+                return own, _gradients(built, batch, Given(model, lambda: _divided(built, batch, rows)))
+    return None
+
+
+def _divided(built: Built, batch: Any, rows: int) -> Any:
+    """Return what the network gives for a batch if each half of its rows is computed by another worker."""
+    front, back = built.parts(built.member.model)
+    assert back is not None
+    halves = [take_rows(batch, slice(0, rows // 2)), take_rows(batch, slice(rows // 2, rows))]
+    given = [front(*built.graph.tensors_of(built.sample(half))) for half in halves]
+    values = built.graph.cuts[built.roles.cut - 1].values
+    joined = [torch.cat(parts) if value.batched else parts[0] for value, *parts in zip(values, *given, strict=True)]
+    return back(*joined)
+
+
+def _gradients(built: Built, batch: Any, network: nn.Module) -> Gradients:
+    parameters = [p for p in built.member.model.parameters() if p.requires_grad]
+    with torch.enable_grad(), autocast(built.job, built.member.device):
+        loss, _ = run_step(built.job, network, batch)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [loss.detach(), *(torch.zeros(()) if g is None else g for g in gradients)]
+
+
+def _compare(built: Built, own: Gradients, divided: Gradients, tolerance: float) -> None:
+    names = ["the loss"]
+    names += [f"the gradient of {name}" for name, p in built.member.model.named_parameters() if p.requires_grad]
+    largest = max([float(g.abs().max()) for g in own[1:] if g.numel()], default=0.0)
+    sizes = [float(own[0].abs()), *([largest] * (len(own) - 1))]
+    cut = built.graph.layers[built.roles.cut - 1].name
+    for name, a, b, size in zip(names, own, divided, sizes, strict=True):
+        difference = float((a - b).abs().max()) / max(size, 1e-6) if a.numel() else 0.0
+        if difference > tolerance:
+            raise PlaceError(
+                f"the network divided after {cut!r} is not exact: {name} differs by {difference:.1g}; a layer of the "
+                "workers looks at other rows of the batch, or the step does more than pass its batch to the network "
+                "once: use another cut, or one machine"
+            )
