@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def _drop(network: MLP | CNN | GPT | _Decoder, x: Tensor) -> Tensor:
+    return F.dropout(x, network.dropout, network.training) if network.dropout else x
+
+
 class MLP(nn.Module):
     """A multilayer perceptron with ReLU, with two hidden layers by default; inputs of any shape are flattened."""
 
@@ -28,9 +32,7 @@ class MLP(nn.Module):
     def forward(self, x_BD: Tensor) -> Tensor:
         x_BD = x_BD.flatten(1)
         for layer in self.hidden:
-            x_BD = F.relu(layer(x_BD))
-            if self.dropout:
-                x_BD = F.dropout(x_BD, self.dropout, self.training)
+            x_BD = _drop(self, F.relu(layer(x_BD)))
         logits: Tensor = self.head(x_BD)
         return logits
 
@@ -39,18 +41,27 @@ class CNN(nn.Module):
     """Two convolutions with pooling and two linear layers; by default for 28 x 28 grey images."""
 
     def __init__(
-        self, classes: int = 10, *, channels: int = 1, side: int = 28, width: int = 32, hidden: int = 128
+        self,
+        classes: int = 10,
+        *,
+        channels: int = 1,
+        side: int = 28,
+        width: int = 32,
+        hidden: int = 128,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
         self.hidden = nn.Linear(2 * width * (side // 4) ** 2, hidden)
         self.head = nn.Linear(hidden, classes)
+        self.dropout = dropout
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = F.max_pool2d(F.relu(self.conv1(x_BCHW)), 2)
         x_BCHW = F.max_pool2d(F.relu(self.conv2(x_BCHW)), 2)
-        logits: Tensor = self.head(F.relu(self.hidden(x_BCHW.flatten(1))))
+        x_BD = F.relu(self.hidden(_drop(self, x_BCHW).flatten(1)))
+        logits: Tensor = self.head(_drop(self, x_BD))
         return logits
 
 
@@ -96,9 +107,10 @@ class ResNet18(nn.Module):
 class _Decoder(nn.Module):
     """A pre-norm transformer block with causal attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.dropout = dropout
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -110,10 +122,11 @@ class _Decoder(nn.Module):
         batch, tokens, width = x_BTD.shape
         qkv = self.qkv(self.norm1(x_BTD)).view(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        rate = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        x_BTD = x_BTD + _drop(self, self.out(mixed.transpose(1, 2).reshape(batch, tokens, width)))
         wide_BTD = F.gelu(self.up(self.norm2(x_BTD)))
-        out_BTD: Tensor = x_BTD + self.down(wide_BTD)
+        out_BTD: Tensor = x_BTD + _drop(self, self.down(wide_BTD))
         return out_BTD
 
 
@@ -121,17 +134,26 @@ class GPT(nn.Module):
     """A small decoder-only transformer over bytes, for sequences of exactly `tokens` bytes."""
 
     def __init__(
-        self, vocabulary: int = 256, width: int = 128, layers: int = 4, heads: int = 4, tokens: int = 128
+        self,
+        vocabulary: int = 256,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        tokens: int = 128,
+        *,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(tokens, width))
-        self.blocks = nn.Sequential(*(_Decoder(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(_Decoder(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
+        self.dropout = dropout
 
     def forward(self, x_BT: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(x_BT) + self.position)))
+        x_BTD = _drop(self, self.embedding(x_BT) + self.position)
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
         return logits
 
 

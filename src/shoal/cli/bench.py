@@ -22,6 +22,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: as torch chooses.")] = 0,
     batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
+    dropout: Annotated[
+        float | None, typer.Option(help="Rate of dropout, of networks that have it: tiny, mlp, cnn, gpt, encoder.")
+    ] = None,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = 1800.0,
     out: Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars into this file.")] = None,
@@ -38,7 +41,7 @@ def bench(
     from shoal.evidence.bench.run import Settings
     from shoal.evidence.bench.run import bench as measure
     from shoal.evidence.bench.titles import TITLES
-    from shoal.evidence.bench.workloads import Spec
+    from shoal.evidence.bench.workloads import WITH_DROPOUT, Spec
     from shoal.settings import pick_device
 
     chosen_device = str(pick_device(device))
@@ -56,9 +59,10 @@ def bench(
             members=members,
             precision=pick_precision(precision, chosen_device),
             batch_size=batch_size or None,
+            dropout=dropout,
             batches=4 if quick else None if chosen_device.startswith("cuda") else 64,
         )
-        for name in networks or NETWORKS
+        for name in networks or (NETWORKS if dropout is None else WITH_DROPOUT)
     ]
     report(
         lambda tell: measure(specs, settings, tell), table, lambda path, result: draw(result, path), out, plot, as_json

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.evidence.bench.ways import Loop, build, epochs
-from shoal.evidence.bench.workloads import Spec, kind_of, learning_rates, workload
+from shoal.evidence.bench.workloads import WITH_DROPOUT, Spec, kind_of, learning_rates, workload
 from shoal.reference import solo
 
 CPU = torch.device("cpu")
@@ -47,6 +47,8 @@ def test_learning_rates_span_a_factor_of_ten() -> None:
         ({"network": "vgg"}, "no network 'vgg'"),
         ({"network": "tiny", "members": 0}, "members is 0"),
         ({"network": "tiny", "precision": "fp8"}, "precision is 'fp8'"),
+        ({"network": "tiny", "dropout": 1.0}, "dropout is 1; use a rate of at least 0"),
+        ({"network": "resnet", "dropout": 0.1}, "resnet has no rate of dropout to set; tiny, mlp"),
     ],
 )
 def test_a_wrong_spec_says_what_is_wrong(wrong: dict[str, object], says: str) -> None:
@@ -61,3 +63,14 @@ def test_the_loop_is_the_reference_loop() -> None:
     for job, alone in zip(jobs, way.solos, strict=True):
         for a, b in zip(solo(job).model.parameters(), alone.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("network", WITH_DROPOUT)
+def test_dropout_is_in_the_network_and_leaves_its_weights(network: str) -> None:
+    (with_dropout,) = workload(Spec(network=network, members=1, batches=1, batch_size=2, dropout=0.5))
+    (without,) = workload(Spec(network=network, members=1, batches=1, batch_size=2, dropout=0.0))
+    model, other = build(with_dropout, CPU), build(without, CPU)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    x = with_dropout.data[0]
+    assert not torch.equal(model(x), model(x)) and torch.equal(other(x), other(x))
+    assert torch.equal(model.eval()(x), other.eval()(x))

@@ -24,6 +24,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 TINY = partial(models.MLP, 64, 32, layers=1)
 """A network with one hidden layer, whose step is almost all overhead, so that packing helps most."""
 MIXED = ("mlp", "cnn", "gpt", "resnet")
+WITH_DROPOUT = ("tiny", "mlp", "cnn", "gpt", "encoder")
+"""Networks whose rate of dropout can be set. Without it, only `encoder` has dropout."""
 MIXED_BATCHES = 64
 """The number of batches in an epoch of different networks in one list."""
 EPOCHS = 1000
@@ -43,6 +45,8 @@ class Spec:
     """The image side of the published networks; None means 224."""
     batches: int | None = None
     """The number of batches in the data set; None means an epoch of the network's usual data."""
+    dropout: float | None = None
+    """The rate of the network's dropout; None means the network's own."""
 
     def __post_init__(self) -> None:
         if self.members < 1:
@@ -51,6 +55,10 @@ class Spec:
             raise ValueError(f"precision is {self.precision!r}; the benchmark knows none (float32) and bf16")
         if self.network not in names():
             raise ValueError(f"no network {self.network!r}; there are {', '.join(names())}")
+        if self.dropout is not None and not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout:g}; use a rate of at least 0 and below 1")
+        if self.dropout is not None and self.network not in WITH_DROPOUT:
+            raise ValueError(f"{self.network} has no rate of dropout to set; {', '.join(WITH_DROPOUT)} have one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,7 @@ class Kind:
     """A network with its data."""
 
     name: str
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     data: Callable[[int], tuple[Tensor, Tensor]]
     """A function from a number of rows to inputs and targets on the CPU."""
     batch_size: int
@@ -153,6 +161,8 @@ def workload(spec: Spec, epochs: int = EPOCHS) -> list[Job]:
     known = _kinds() | _published(spec.side or 224)
     chosen = MIXED if spec.network == "mixed" else (spec.network,)
     kinds = [known[name] for name in chosen[: spec.members]]
+    if spec.dropout is not None:
+        kinds = [replace(kind, make=partial(kind.make, dropout=spec.dropout)) for kind in kinds]
     if spec.batch_size is not None:
         kinds = [replace(kind, batch_size=spec.batch_size) for kind in kinds]
     batches = spec.batches or (MIXED_BATCHES if spec.network == "mixed" else None)
