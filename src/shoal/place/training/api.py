@@ -23,8 +23,7 @@ from shoal.jobs.job import Job
 from shoal.jobs.loaders import refuse_batches
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
-from shoal.place.training.agreement import check_agreement
-from shoal.place.training.asynchronous import check_job
+from shoal.place.training.checks import check_agreement, check_job
 from shoal.place.training.members import Lost, Workers
 from shoal.place.training.roles import Built, Roles
 from shoal.place.training.run import PlacedRun
@@ -162,7 +161,6 @@ def serve_job(
     flags = torch_flags(cpu, threads or settings.threads or 1, settings.deterministic)
     with training_mode(), flags, RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         built = build(job, placement, cpu)
-        apart(partial(check_agreement, built))
         member = built.member
         if folder is not None and folder.claim([member], {"placement": built.roles.to_dict()}):
             folder.restore(member)
@@ -185,6 +183,7 @@ def _train(
     if built.member.status != "running":
         return None
     check_job(built)
+    apart(partial(check_agreement, built))
     notes, lost = list[str](), list[Lost]()
     while True:
         replan_links = partial(replan, built, placement) if replans else None

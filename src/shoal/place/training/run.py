@@ -16,12 +16,11 @@ from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner
 from shoal.engine.tiers.unit import Outcome
 from shoal.errors import MemberError, PlaceError
 from shoal.place.links import Link
-from shoal.place.training.asynchronous import AsynchronousUnit
 from shoal.place.training.joining import StateLost
 from shoal.place.training.members import WorkerLost, Workers
 from shoal.place.training.roles import Built
 from shoal.place.training.server import build_server
-from shoal.place.training.unit import PlacedUnit
+from shoal.place.training.units import AsynchronousUnit, PlacedUnit
 from shoal.reporting.callbacks import Callbacks
 from shoal.reporting.events import Listener, happened
 from shoal.utils.interrupts import on_interrupt

@@ -31,8 +31,6 @@ from shoal.split.net.messages import WireError
 
 PARAMETER, MOMENT = "p:", "m:"
 """Prefixes of the names of tensors in messages."""
-
-
 REPLACED = "placed again"
 """The reason with which a server ends workers that will start again with another placement."""
 

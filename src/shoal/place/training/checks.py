@@ -1,4 +1,5 @@
-"""Check on a few rows, before training, that a divided network computes what the job's own step computes.
+"""What a placed training checks before it begins: settings that it cannot have (`check_job`), and, on a few rows, that
+the divided network computes what the job's own step computes (`check_agreement`).
 
 Workers run the first layers on their own rows. That is exact only if none of these layers looks at other rows, and if
 the step does nothing but pass its batch to the network and its outputs to the loss. Batch norm is joined, and dropout
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.engine.members.member import draws
+from shoal.engine.members.optimizers import make_optimizer, trying
 from shoal.engine.members.step import autocast, evaluating, run_step
+from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import PlaceError
 from shoal.place.training.back import FEW, take_rows
@@ -26,6 +29,37 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
 """How far a gradient may be off, relative to the largest one: mistakes are far larger than rounding."""
 Gradients = list[Tensor]
 """The loss, and its gradient for each trained parameter."""
+
+
+def check_job(built: Built) -> None:
+    """Raise a PlaceError for what a placed training cannot do, before any process is started."""
+    job = built.job
+    if job.precision == "fp16" and built.held_by_workers:
+        raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
+    if job.average is not None:
+        raise PlaceError("average is set, and a placed training averages no weights; leave it out")
+    with trying(job):
+        optimizer = make_optimizer(job, built.member.model)
+    if needs_closure(optimizer):
+        name = type(optimizer).__name__
+        raise PlaceError(f"{name} evaluates the loss several times a step; use another optimizer")
+    if has_modes(optimizer):
+        name = type(optimizer).__name__
+        raise PlaceError(f"{name} has a train and an eval mode, which placing does not know; use another optimizer")
+    if built.roles.staleness is not None:
+        _check_asynchronous(built)
+
+
+def _check_asynchronous(built: Built) -> None:
+    job, roles = built.job, built.roles
+    if not isinstance(roles.staleness, int) or roles.staleness < 0:
+        raise PlaceError(f"staleness is {roles.staleness!r}; use 0 or more steps, or None for synchronous training")
+    if built.held_by_workers:
+        raise PlaceError("asynchronous workers do not wait for each other: place with sync='server', not among workers")
+    if built.joins_batch_norms:
+        raise PlaceError("asynchronous workers have no joined batch: place with batch_norm='own'")
+    if job.accumulate > 1 or job.precision == "fp16":
+        raise PlaceError("asynchronous training takes a step after each batch, without accumulate or fp16")
 
 
 def check_agreement(built: Built) -> None:

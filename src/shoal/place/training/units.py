@@ -1,8 +1,10 @@
-"""Asynchronous training: workers do not wait for each other, so results depend on timing.
+"""A placed job as a unit of the engine: turns, validation, early stopping and checkpoints work as for any other job.
 
-Every worker computes whole batches of the job. As soon as its gradients arrive, the server takes a step with them and
-gives it the next batch, with the current parameters. No worker is more than `staleness` batches ahead of the slowest
-one. Replicated layers are synchronised through the server, and batch norm uses each worker's own rows.
+In synchronous training (`PlacedUnit`) all workers compute a share of each batch. In asynchronous training workers do
+not wait for each other, so results depend on timing: every worker computes whole batches of the job. As soon as its
+gradients arrive, the server takes a step with them and gives it the next batch, with the current parameters. No worker
+is more than `staleness` batches ahead of the slowest one. Replicated layers are synchronised through the server, and
+batch norm uses each worker's own rows.
 """
 
 from __future__ import annotations
@@ -16,50 +18,70 @@ import torch
 from torch import Tensor
 
 from shoal.engine.members.member import Member, draws
-from shoal.engine.members.optimizers import make_optimizer, trying
-from shoal.engine.optim.kinds import has_modes, needs_closure
-from shoal.errors import MemberError, PlaceError
+from shoal.engine.tiers.serial import SerialUnit
+from shoal.errors import MemberError
 from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.members import Connected, Wait, WorkerLost, WorkerRaised
-from shoal.place.training.roles import Built
 from shoal.place.training.server import Batch, Server
-from shoal.place.training.unit import PlacedUnit
 from shoal.split.net.links import LinkLost
 
 IDLE = 0.0005
 """Seconds between two checks of the links."""
 
 
-def check_job(built: Built) -> None:
-    """Raise a PlaceError for what a placed training cannot do, before any process is started."""
-    job = built.job
-    if job.precision == "fp16" and built.held_by_workers:
-        raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
-    if job.average is not None:
-        raise PlaceError("average is set, and a placed training averages no weights; leave it out")
-    with trying(job):
-        optimizer = make_optimizer(job, built.member.model)
-    if needs_closure(optimizer):
-        name = type(optimizer).__name__
-        raise PlaceError(f"{name} evaluates the loss several times a step; use another optimizer")
-    if has_modes(optimizer):
-        name = type(optimizer).__name__
-        raise PlaceError(f"{name} has a train and an eval mode, which placing does not know; use another optimizer")
-    if built.roles.staleness is not None:
-        _check_asynchronous(built)
+class PlacedUnit(SerialUnit):
+    """One member, whose batches are computed by a server, which is this process, and its workers."""
 
+    tier = "placed"
 
-def _check_asynchronous(built: Built) -> None:
-    job, roles = built.job, built.roles
-    if not isinstance(roles.staleness, int) or roles.staleness < 0:
-        raise PlaceError(f"staleness is {roles.staleness!r}; use 0 or more steps, or None for synchronous training")
-    if built.held_by_workers:
-        raise PlaceError("asynchronous workers do not wait for each other: place with sync='server', not among workers")
-    if built.joins_batch_norms:
-        raise PlaceError("asynchronous workers have no joined batch: place with batch_norm='own'")
-    if job.accumulate > 1 or job.precision == "fp16":
-        raise PlaceError("asynchronous training takes a step after each batch, without accumulate or fp16")
+    def __init__(self, member: Member, server: Server) -> None:
+        super().__init__(member)
+        self.server = server
+        self._factor: float | None = None
+        """The factor by which the gradients of the last step were clipped."""
+        server.optimizer, server.scaler = self.optimizer, self.scaler
+
+    def _step(self, feed: Iterator[Any]) -> tuple[float, dict[str, Any]]:
+        """Compute one batch with all workers, and run the optimizer at the end of its group."""
+        member, job = self.member, self.job
+        place, k = member.place, job.accumulate
+        group_start = place - place % k
+        group = min(k, member.num_batches - group_start)
+        batch = next(feed)
+        if place == group_start:
+            self._clear()
+        assert member.order is not None
+        rows = member.order[place * job.batch_size : (place + 1) * job.batch_size]
+        result = self.server.compute(Batch(batch, rows.cpu(), member.epoch, 1.0 / group))
+        if result.loss - result.loss != 0.0:
+            return result.loss, result.logs
+        apply = place + 1 == group_start + group
+        options = [_plain(parameters) for parameters in self.optimizer.param_groups] if apply else []
+        self._factor = None
+        if apply:
+            self._apply()
+        self.server.committed(apply=apply, clip=self._factor, options=options)
+        if apply and self.schedule is not None and job.schedule_every == "step":
+            self._rate = self._current_rate()
+            self._advance_schedule()
+        return result.loss, result.logs
+
+    def _clip(self) -> None:
+        """Scale all gradients, including those of the workers, to the job's largest norm, and clip values."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.job.clip_norm is not None:
+            squares = sum(float(gradient.double().square().sum()) for gradient in gradients) + self.server.squares
+            self._factor = float(min(1.0, self.job.clip_norm / (squares**0.5 + 1e-6)))
+            for gradient in gradients:
+                gradient.mul_(self._factor)
+        if self.job.clip_value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self.job.clip_value, self.job.clip_value)
+
+    def write_back(self, slots: list[int] | None = None) -> None:
+        self.server.pull()
+        super().write_back(slots)
 
 
 @dataclass(slots=True)
@@ -209,3 +231,16 @@ class AsynchronousUnit(PlacedUnit):
         if self.schedule is not None and self.job.schedule_every == "step":
             self._rate = self._current_rate()
             self._advance_schedule()
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group that can be sent: numbers, flags and tuples of them."""
+    plain: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            plain[name] = float(value)
+        elif isinstance(value, (bool, int, float)) or (
+            isinstance(value, tuple) and all(isinstance(x, (int, float)) for x in value)
+        ):
+            plain[name] = value
+    return plain
