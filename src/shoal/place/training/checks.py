@@ -28,7 +28,7 @@ from shoal.place.training.roles import Built, Given
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
 """How far a gradient may be off, relative to the largest one: mistakes are far larger than rounding."""
 Gradients = list[Tensor]
-"""The loss, and its gradient for each trained parameter."""
+"""The loss, and its gradient with respect to each trained parameter."""
 
 
 def check_job(built: Built) -> None:
