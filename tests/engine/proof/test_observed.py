@@ -15,6 +15,7 @@ from shoal.engine.proof._observed import widened
 from shoal.engine.tracing import trace as tracing
 
 X, Y = torch.randn(12, 3), torch.randn(12, 2)
+WEIGHTS = torch.tensor([0.3, 0.7])
 Step = Callable[[Any, Any], Tensor]
 
 
@@ -36,6 +37,31 @@ def asks_for_a_dtype(model: Any, batch: Any) -> Tensor:
 
 def from_whole_numbers(model: Any, batch: Any) -> Tensor:
     return plain(model, batch) * (batch[1] > 0).sum().div(3)
+
+
+def moves_to_the_device(model: Any, batch: Any) -> Tensor:
+    """`to(device)` is recorded with the dtype of its tensor."""
+    return F.mse_loss(model(batch[0]).to(batch[1].device), batch[1].to("cpu"))
+
+
+def has_a_constant(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]) * WEIGHTS, batch[1])
+
+
+def has_an_empty_tensor(model: Any, batch: Any) -> Tensor:
+    """As the caches of keys and values in transformers begin."""
+    return F.mse_loss(
+        torch.cat([torch.tensor([], dtype=batch[0].dtype), model(batch[0]).flatten()]), batch[1].flatten()
+    )
+
+
+def counts_as_integers(model: Any, batch: Any) -> Tensor:
+    return plain(model, batch) * (batch[1] > 0).int().cumsum(0).to(torch.int64).sum()
+
+
+def makes_a_constant(model: Any, batch: Any) -> Tensor:
+    """In float64 it is another number."""
+    return plain(model, batch) + (model[0].weight * torch.tensor(0.1, dtype=batch[0].dtype)).sum()
 
 
 def takes_an_epsilon(model: Any, batch: Any) -> Tensor:
@@ -65,7 +91,18 @@ def test_a_graph_with_dtypes_of_its_own_is_not_widened(step: Step) -> None:
 
 @pytest.mark.parametrize(
     ("step", "records"),
-    [(plain, 1), (makes_a_tensor, 2), (asks_for_a_dtype, 2), (from_whole_numbers, 2), (takes_an_epsilon, 2)],
+    [
+        (plain, 1),
+        (moves_to_the_device, 1),
+        (has_a_constant, 1),
+        (has_an_empty_tensor, 1),
+        (counts_as_integers, 1),
+        (makes_a_tensor, 2),
+        (asks_for_a_dtype, 2),
+        (from_whole_numbers, 2),
+        (makes_a_constant, 2),
+        (takes_an_epsilon, 2),
+    ],
 )
 def test_a_step_is_recorded_in_float64_where_it_must_be(
     step: Step, records: int, monkeypatch: pytest.MonkeyPatch

@@ -147,16 +147,31 @@ def widened(trace: Trace) -> Trace | None:
         if node.op not in ("placeholder", "output") and not _follows_inputs(node):
             return None
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if _keeps_dtype(node):
+            dtype: Any = node.kwargs["dtype"]
+            copies[node].kwargs = node.kwargs | {"dtype": _WIDE.get(dtype, dtype)}
         copies[node].meta = {"val": pytree.tree_map_only(Tensor, wide_meta, node.meta.get("val"))}
     return trace.with_nodes(list(graph.nodes))
 
 
 def _follows_inputs(node: Node) -> bool:
-    """Return whether the dtype of a node's value follows from floating-point inputs, and no argument names a dtype."""
-    if any(isinstance(leaf, torch.dtype) for leaf in pytree.tree_leaves((node.args, node.kwargs))):
+    """Return whether the dtype of a node's value follows from floating-point inputs, and no argument names one."""
+    if (
+        node.op == "get_attr"
+    ):  # a constant: the user's own step on float64 inputs has it with the dtype that it has here
+        return True
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    if any(isinstance(leaf, torch.dtype) and leaf in _WIDE for leaf in leaves) and not _keeps_dtype(node):
         return False
     narrow = [any(v.dtype in _WIDE for v in _tensors(n)) for n in (node, *node.all_input_nodes)]
     return not narrow[0] or any(narrow[1:])
+
+
+def _keeps_dtype(node: Node) -> bool:
+    """Return whether a node is `x.to(device)`, which is recorded with the dtype of `x`."""
+    if node.target is not torch.ops.aten.to.dtype_layout:
+        return False
+    return {value.dtype for value in _tensors(node.all_input_nodes[0])} == {node.kwargs.get("dtype")}
 
 
 def _tensors(node: Node) -> list[Tensor]:
