@@ -101,6 +101,8 @@ def in_order(losses: Losses, ids: Sequence[int], device: torch.device) -> Tensor
     """Return the losses as one tensor in the order of `ids`, with NaN for members that have none."""
     if len(losses) == 1 and losses[0][0] == ids:
         return losses[0][1]
+    if not ids:
+        return torch.empty(0, device=device)
     by_id = {id: loss for part, values in losses for id, loss in zip(part, values, strict=True)}
     dtype = next(iter(by_id.values())).dtype if by_id else torch.get_default_dtype()
     nan = torch.full((), math.nan, dtype=dtype, device=device)

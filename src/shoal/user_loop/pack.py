@@ -196,8 +196,7 @@ class Pack:
             step: Continue its schedule, a function of the step, as after this many steps; None leaves it.
             seed: Restart its random draws from this seed; None continues them.
         """
-        check_ids([id], self.ids)
-        refill(self._members[id], state_dict, optimizer_state, seed)
+        refill(self._written(id), state_dict, optimizer_state, seed)
         unit_and_slot = self._unit_of(id)
         if unit_and_slot is not None:
             unit_and_slot[0].load(unit_and_slot[1], step)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.hooks import hooks_set_once
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
+from shoal.engine.optim.state import load_optimizer
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
@@ -60,6 +61,18 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     if has_modes(optimizer):
         set_mode(optimizer, "train")
     return optimizer
+
+
+def make_optimizer_again(
+    job: Job, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Create the optimizer and schedule again, with fresh state but the settings and the schedule's place of these."""
+    new = make_optimizer(job, model)
+    new_schedule = make_schedule(job, new)
+    load_optimizer(new, {**new.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+    if schedule is not None and new_schedule is not None:
+        new_schedule.load_state_dict(copy.deepcopy(schedule.state_dict()))
+    return new, new_schedule
 
 
 def drawn_by_optimizer(job: Job, model: nn.Module) -> tuple[bool, bool]:
