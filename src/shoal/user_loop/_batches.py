@@ -59,9 +59,9 @@ class Batches:
         """A key that is equal for batches which share a trace."""
 
     def of(self, member: Member) -> Any:
-        """Return one member's batch."""
+        """Return one member's batch, as a copy that it may write to."""
         leaves = [leaf[self.places[member.index]] for leaf in self.leaves] if self.per_member else self.leaves
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree.tree_unflatten([leaf.clone() for leaf in leaves], self.spec)
 
     def give(self, member: Member) -> None:
         """Store a member's batch where the member reads its data."""

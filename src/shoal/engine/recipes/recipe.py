@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.data.loader import LoaderSource
-from shoal.data.source import TensorSource
+from shoal.data.source import TensorSource, cloned
 from shoal.engine.members.member import Member
 from shoal.engine.members.step import call_model, run_step, targets_of
 from shoal.engine.python_state.watch import Watch
@@ -117,7 +117,8 @@ class Evaluation:
 
         def call(model: nn.Module, batch: Any) -> Any:
             if job.step is not None:
-                return run_step(job, model, batch), call_model(model, batch) if with_outputs else None
+                inputs = cloned(batch) if with_outputs else None  # the step may write to its batch
+                return run_step(job, model, batch), call_model(model, inputs) if with_outputs else None
             assert job.loss is not None
             outputs = call_model(model, batch)
             return (job.loss(outputs, targets_of(batch)), {}), outputs if with_outputs else None
