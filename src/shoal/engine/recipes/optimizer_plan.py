@@ -135,7 +135,8 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
         with draws(member, keep=False):
             fresh = make_optimizer(job, model)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    is_plain = not _is_customized(fresh) and not any(map(_has_coarse_setting, fresh.param_groups))
+    is_customized = _is_customized(fresh) or bool(step_hooks(optimizer))  # the latter are those that the schedule set
+    is_plain = not is_customized and not any(map(_has_coarse_setting, fresh.param_groups))
     splits = [split_hparams(kind, group) if is_plain else None for group in settings]
     if any(split is None for split in splits):
         if any(drawn_by_optimizer(job, model)):

@@ -22,9 +22,10 @@ from shoal.data import View
 from shoal.data.loader import LoaderSource
 from shoal.data.source import TensorSource, cloned
 from shoal.engine.members.member import Member
+from shoal.engine.members.optimizers import of_users
 from shoal.engine.members.step import call_model, run_step, targets_of
 from shoal.engine.python_state.watch import Watch
-from shoal.engine.recipes._within_epoch import refuse_changes
+from shoal.engine.recipes._within_epoch import refuse_changes, refuse_changes_by_optimizer
 from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.recipes.program import Programs
@@ -192,6 +193,8 @@ class TraceCache:
         id."""
         self._stream_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
+        self._checked_optimizers: dict[tuple[int, int], Any] = {}
+        """Optimizers of the users' own that change nothing that a kind of step reads, by the kind and their id."""
         self.programs = Programs(deterministic=deterministic)
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
@@ -214,6 +217,10 @@ class TraceCache:
         if optimizer.flags is not None and not optimizer.began_together(member, gets_grad):
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
+        checked = steps[sizes[0]].kind, id(member.job.optimizer)
+        if of_users(member.job.optimizer) and checked not in self._checked_optimizers:
+            refuse_changes_by_optimizer(member)
+            self._checked_optimizers[checked] = member.job.optimizer
         return Recipe(member, steps, optimizer)
 
     def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
@@ -266,6 +273,7 @@ class TraceCache:
         model_print = self._prints.pop(model, None)
         self._traces = {key: record for key, record in self._traces.items() if key[0][0] != model_print}
         self._by_kind.clear()
+        self._checked_optimizers.clear()
 
     def graph(
         self,
