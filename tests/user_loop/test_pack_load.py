@@ -1,4 +1,4 @@
-"""`Pack.load` gives a member other weights, and does so alike in every tier."""
+"""Members of a `Pack` that are given other weights, added, or left out of a step, alike in every tier."""
 
 from __future__ import annotations
 
@@ -102,3 +102,15 @@ def test_a_state_that_does_not_fit_changes_nothing(optimizer: Any, branches: boo
 def test_a_step_of_no_member() -> None:
     pack = trained(*TIERS[0].values)
     assert pack.step(X, Y, members=[]).shape == (0,)
+
+
+def test_a_new_member_steps_before_the_others_do() -> None:
+    pack = trained(*TIERS[0].values)
+    alone = Counting(branches=False)
+    new = pack.add(alone, hparams={"lr": 0.1})
+    pack.step(X[None], Y[None], per_member=True, members=[new])
+    assert pack.tiers[new] == ("stacked", "one computation")
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    F.cross_entropy(alone(X), Y).backward()
+    optimizer.step()
+    assert distance(pack.member(new).layer.weight, alone.layer.weight) < 1e-9

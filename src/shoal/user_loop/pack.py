@@ -344,7 +344,7 @@ class Pack:
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
         for unit in [unit for unit in self._units if isinstance(unit, GivenBatchesStack)]:
             with suppress(Untraceable, NotStackable):
-                if unit.key(batches.of(unit.members[0])) == recipes[0].key:
+                if unit.key(batches.of(recipes[0].member)) == recipes[0].key:  # the unit's members may have no batch
                     self._replace(unit, [unit.join(recipes)])
                     return True
         return False
