@@ -102,13 +102,25 @@ def jobs(epochs: int, steps: int, more: int = 0, *, kinds: Sequence[str] = tuple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [(9, 17), (7, 14), (14, 15)])
+@pytest.mark.parametrize("steps", [(9, 17), (10, 17), (7, 14), (14, 15)])
 def test_all_kinds_of_jobs(tmp_path: Path, steps: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
     check_extended(tmp_path, steps, capsys, tuple(KINDS))
 
 
 def test_more_epochs_steps_and_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_extended(tmp_path, (7, 14), capsys, FEW)
+
+
+@pytest.mark.parametrize("model", [net, Branch])
+def test_a_job_that_ended_where_a_validation_within_its_epoch_was_due(tmp_path: Path, model: Any) -> None:
+    stop = shoal.EarlyStop("accuracy", patience=6)
+    made = [
+        [job(name="a", steps=steps, model=model, val_every_steps=1, keep="best", stop=stop)]
+        for steps in (9, 10, 13, 30)
+    ]
+    for one in made:
+        extended = shoal.train(one, out=tmp_path, device="cpu", deterministic=True, progress=False)
+        same(extended[0], shoal.train(one, device="cpu", deterministic=True, progress=False)[0])
 
 
 def check_extended(

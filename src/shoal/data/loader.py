@@ -23,7 +23,7 @@ from shoal.data._items import same
 from shoal.data._loader import Loader
 from shoal.data._reading import Reader as Reader
 from shoal.data._reading import Reading
-from shoal.data.source import Source, as_bytes
+from shoal.data.source import Source, as_bytes, cloned
 from shoal.errors import JobError, ReadError
 
 SAMPLES = 2
@@ -181,11 +181,6 @@ class LoaderSource(Source):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 digest.update(as_bytes(leaf))
         return f"loader-{digest.hexdigest()[:16]}"
-
-
-def cloned(batch: Any) -> Any:
-    """Return a copy of a batch, for a reader that may write to it."""
-    return pytree.tree_map_only(Tensor, Tensor.clone, batch)
 
 
 def as_loader(

@@ -111,6 +111,11 @@ class TensorSource(Source):
         return sum(int(value.isnan().sum()) for value in values if value.is_floating_point() or value.is_complex())
 
 
+def cloned(batch: Any) -> Any:
+    """Return a copy of a batch, for a reader that may write to it."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, batch)
+
+
 def parts(leaf: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors that hold a tensor's values: itself, or the parts of a sparse one."""
     if leaf.layout == torch.sparse_coo:

@@ -59,9 +59,9 @@ class Batches:
         """A key that is equal for batches which share a trace."""
 
     def of(self, member: Member) -> Any:
-        """Return one member's batch."""
+        """Return one member's batch, as a copy that it may write to."""
         leaves = [leaf[self.places[member.index]] for leaf in self.leaves] if self.per_member else self.leaves
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree.tree_unflatten([leaf.clone() for leaf in leaves], self.spec)
 
     def give(self, member: Member) -> None:
         """Store a member's batch where the member reads its data."""
@@ -101,6 +101,8 @@ def in_order(losses: Losses, ids: Sequence[int], device: torch.device) -> Tensor
     """Return the losses as one tensor in the order of `ids`, with NaN for members that have none."""
     if len(losses) == 1 and losses[0][0] == ids:
         return losses[0][1]
+    if not ids:
+        return torch.empty(0, device=device)
     by_id = {id: loss for part, values in losses for id, loss in zip(part, values, strict=True)}
     dtype = next(iter(by_id.values())).dtype if by_id else torch.get_default_dtype()
     nan = torch.full((), math.nan, dtype=dtype, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import View
-from shoal.engine.members.member import Member
+from shoal.engine.members.member import Member, draws
+from shoal.engine.members.optimizers import make_optimizer, trying
 from shoal.engine.members.ownership import build_model
+from shoal.engine.optim.state import load_optimizer
 from shoal.errors import JobError
 from shoal.jobs.job import Job
 from shoal.preparation.checks import field_problems, optimizer_problems
@@ -108,9 +111,11 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
 def refill(
     member: Member, state_dict: Mapping[str, Any], optimizer_state: Mapping[str, Any] | None, seed: int | None
 ) -> None:
-    """Replace a member's weights and optimizer state; a member that had stopped runs again."""
+    """Replace a member's weights and optimizer state by copies; a member that had stopped runs again."""
+    own_state = copy.deepcopy(dict(optimizer_state or {}))
+    _check_state(member, state_dict, own_state)
     member.model.load_state_dict(state_dict)
-    member.optimizer_state = {} if optimizer_state is None else dict(optimizer_state)
+    member.optimizer_state = own_state
     member.status, member.error = "running", None
     if optimizer_state is None:
         member.step = 0
@@ -118,6 +123,15 @@ def refill(
         member.job = replace(member.job, seed=seed)
         member.rng.manual_seed(seed)
         member.batches = 0
+
+
+def _check_state(member: Member, state_dict: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> None:
+    """Raise the error of `load_state_dict` if the member's network or optimizer does not take a state."""
+    model = copy.deepcopy(member.model)
+    model.load_state_dict(state_dict)
+    if optimizer_state:
+        with draws(member, keep=False), trying(member.job):
+            load_optimizer(make_optimizer(member.job, model), optimizer_state)
 
 
 def device_of(models: Sequence[nn.Module], device: str | torch.device | None) -> torch.device:

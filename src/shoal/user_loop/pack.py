@@ -196,8 +196,7 @@ class Pack:
             step: Continue its schedule, a function of the step, as after this many steps; None leaves it.
             seed: Restart its random draws from this seed; None continues them.
         """
-        check_ids([id], self.ids)
-        refill(self._members[id], state_dict, optimizer_state, seed)
+        refill(self._written(id), state_dict, optimizer_state, seed)
         unit_and_slot = self._unit_of(id)
         if unit_and_slot is not None:
             unit_and_slot[0].load(unit_and_slot[1], step)
@@ -345,7 +344,7 @@ class Pack:
     def _join(self, recipes: list[Any], batches: Batches) -> bool:
         for unit in [unit for unit in self._units if isinstance(unit, GivenBatchesStack)]:
             with suppress(Untraceable, NotStackable):
-                if unit.key(batches.of(unit.members[0])) == recipes[0].key:
+                if unit.key(batches.of(recipes[0].member)) == recipes[0].key:  # the unit's members may have no batch
                     self._replace(unit, [unit.join(recipes)])
                     return True
         return False

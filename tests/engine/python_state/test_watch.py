@@ -365,18 +365,13 @@ def test_a_schedule_that_reads_the_same_settings_does_not() -> None:
     assert {part.tier for part in shoal.explain(pack, device="cpu", measure=False).plan.parts} == {"stacked"}
 
 
-class Counting(torch.optim.SGD):
-    """Changes what the step reads, at every step."""
-
-    def step(self, closure: Any = None) -> Any:
-        CONFIG["beta"] += 0.1
-        return super().step(closure)
-
-
 def test_what_changes_within_an_epoch_is_warned_of_and_runs_unstacked_from_there() -> None:
-    pack = jobs({"step": penalised(lambda: CONFIG["beta"])}, count=1, optimizer=Counting)
+    def change(event: shoal.Event) -> None:
+        CONFIG["beta"] += 0.1 * (event.kind == "turn")
+
+    pack = jobs({"step": penalised(lambda: CONFIG["beta"])}, count=1, val=(X, Y), val_every_steps=1)
     with pytest.warns(shoal.ShoalWarning, match=r"CONFIG\['beta'\] of module .* changed during an epoch"):
-        results = shoal.train(pack, device="cpu")
+        results = shoal.train(pack, device="cpu", events=change)
     assert results[0].tier == "serial"
     CONFIG["beta"] = 0.0
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.data.loader import LoaderSource, Reader, cloned
+from shoal.data.loader import LoaderSource, Reader
+from shoal.data.source import cloned
 from shoal.engine.members.member import Member
 
 

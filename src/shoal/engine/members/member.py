@@ -109,6 +109,8 @@ class Member:
     """Its state before its last epoch was closed as the last one, if that is not easily undone; see `resuming`."""
     rate: float | None = None
     """The learning rate at its last step, for a member that resumes between that step and the end of its epoch."""
+    unvalidated: bool = False
+    """Whether a validation within its epoch is due before its next batch, since it had ended there."""
     modules: ModuleStreams = field(default_factory=ModuleStreams)
     """The member's own random state of the modules `random` and `numpy.random`."""
     built_in_eval: frozenset[str] = field(init=False)
@@ -271,6 +273,7 @@ class Member:
             "epoch_length": self.epoch_length,
             **({"earlier": [s.state() for s in self.earlier]} if self.earlier else {}),
             **({"batch_shift": self.batch_shift} if self.batch_shift else {}),
+            **({"unvalidated": True} if self.unvalidated else {}),
         }
 
     def _moved_buffers(self) -> dict[str, Tensor]:
@@ -304,6 +307,7 @@ class Member:
         self.earlier = [Stretch.of_state(stretch) for stretch in state.get("earlier", ())]
         self.reshaped, self.batch_shift = False, state.get("batch_shift", 0)
         self.before_end, self.rate = (None if self.status == "running" else state.get("before_end")), state.get("rate")
+        self.unvalidated = state.get("unvalidated", False)
         if self.status != "running":
             self.saved_state.finish(self.job, self.model, self.device)
 

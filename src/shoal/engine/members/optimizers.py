@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.hooks import hooks_set_once
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
+from shoal.engine.optim.state import load_optimizer
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
@@ -49,7 +50,7 @@ def _copied_group(group: dict[str, Any]) -> dict[str, Any]:
 def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """Create the job's optimizer for this model."""
     settings = pytree.tree_map_only(Tensor, _own_copy, dict(job.hparams))
-    with hooks_set_once(model) if _of_users(job.params, job.optimizer) else nullcontext():
+    with hooks_set_once(model) if of_users(job.params, job.optimizer) else nullcontext():
         if model in _lazy_groups:
             params: Any = _copied_groups(_lazy_groups[model])
         else:
@@ -62,6 +63,18 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def make_optimizer_again(
+    job: Job, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Create the optimizer and schedule again, with fresh state but the settings and the schedule's place of these."""
+    new = make_optimizer(job, model)
+    new_schedule = make_schedule(job, new)
+    load_optimizer(new, {**new.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+    if schedule is not None and new_schedule is not None:
+        new_schedule.load_state_dict(copy.deepcopy(schedule.state_dict()))
+    return new, new_schedule
+
+
 def drawn_by_optimizer(job: Job, model: nn.Module) -> tuple[bool, bool]:
     """Return whether the job's optimizer draws from torch's generator, and whether from `random` or `numpy.random`.
 
@@ -71,13 +84,18 @@ def drawn_by_optimizer(job: Job, model: nn.Module) -> tuple[bool, bool]:
         return False, False
     with restored() as modules, torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        with suppress(Exception):  # training reports the same error
-            twin = copy.deepcopy(model)
-            optimizer = make_optimizer(job, twin)
-            for parameter in twin.parameters():
-                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-            optimizer.step()
+        step_on_copy(job, model)
         return not torch.equal(torch.get_rng_state(), before), modules.moved()
+
+
+def step_on_copy(job: Job, model: nn.Module) -> None:
+    """Take one step of the job's optimizer on a copy of the network, to see what it does besides."""
+    with suppress(Exception):  # training reports the same error
+        twin = copy.deepcopy(model)
+        optimizer = make_optimizer(job, twin)
+        for parameter in twin.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
 
 
 def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
@@ -89,10 +107,10 @@ def trying(job: Job, *, step: bool = False) -> AbstractContextManager[Any]:
     if step:
         factory = None if isinstance(job.model, nn.Module) else job.model
         roots |= {"step": job.step, "loss": job.loss, "metrics": job.metrics, "factory": factory}
-    return preserved(roots) if _of_users(*roots.values()) else nullcontext()
+    return preserved(roots) if of_users(*roots.values()) else nullcontext()
 
 
-def _of_users(*code: Any) -> bool:
+def of_users(*code: Any) -> bool:
     """Return whether some of these functions and classes are not torch's own."""
     return any(not str(getattr(item, "__module__", "torch.")).startswith("torch.") for item in code)
 

@@ -1,7 +1,8 @@
-"""Checks of users' code that runs during an epoch beside the step: schedules and reading data.
+"""Checks of users' code that runs during an epoch beside the step: schedules, optimizers, metrics and reading data.
 
 A stacked step is recorded once and then runs without its Python code, so nothing that runs beside it may change what it
-reads. Both are tried before training: a schedule over all steps of the job, and reading on the first rows.
+reads. All but metrics are tried before training: a schedule over all steps of the job, an optimizer for one step, and
+reading on the first rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from shoal.data.loader import LoaderSource
+from shoal.engine.members.member import draws
+from shoal.engine.members.optimizers import step_on_copy, trying
 from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.preserve import preserved
@@ -34,7 +37,7 @@ _WRITING |= {"remove", "set", "setattr", "setdefault", "update"}
 
 
 def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: type[Optimizer]) -> None:
-    """Check that neither reading data nor the schedule changes what the member's step reads.
+    """Check that neither reading data nor the schedule or a metric changes what the member's step reads.
 
     Args:
         settings: The settings of each parameter group of its optimizer.
@@ -46,10 +49,10 @@ def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: 
     job = member.job
     streamed = member.data.source.streamed
     schedule_writes = job.schedule is not None and job.schedule_every == "step" and _can_write(job.schedule)
-    if not streamed and not schedule_writes:
+    metrics_write = job.val_every_steps is not None and _can_write(job.metrics)
+    if not (streamed or schedule_writes or metrics_write):
         return
-    step_state = Watch()
-    step_state.add(member.index, {"step": job.step, "loss": job.loss}, member.model)
+    step_state = _state_of_step(member)
     source = member.data.source
     if isinstance(source, LoaderSource):
         if step_state.shared_with(Walk({"data": source.loader.parts})):
@@ -61,6 +64,30 @@ def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: 
     if schedule_writes and step_state.shared_with(Walk({"schedule": job.schedule})):
         with preserved({"schedule": job.schedule}):
             _try_schedule(member, ScheduleRunner(settings, kind, job.schedule), step_state)
+    if metrics_write and step_state.shared_with(Walk({"metrics": job.metrics})):
+        raise Untraceable("a metric, which val_every_steps computes within epochs, may change what its step reads")
+
+
+def refuse_changes_by_optimizer(member: Member) -> None:
+    """Check that an optimizer of the users' own does not change what the member's step reads.
+
+    Raises:
+        Untraceable: If it does.
+    """
+    job, optimizer = member.job, Walk({"optimizer": member.job.optimizer})
+    if not any(optimizer.places):
+        return
+    step_state = _state_of_step(member)
+    if step_state.shared_with(optimizer):
+        with draws(member, keep=False), trying(job):
+            step_on_copy(job, member.model)
+            _refuse_if_changed(step_state, "its optimizer")
+
+
+def _state_of_step(member: Member) -> Watch:
+    step_state = Watch()
+    step_state.add(member.index, {"step": member.job.step, "loss": member.job.loss}, member.model)
+    return step_state
 
 
 def _try_schedule(member: Member, schedule: ScheduleRunner, step_state: Watch) -> None:
@@ -87,8 +114,9 @@ def _refuse_if_changed(step_state: Watch, cause: str) -> None:
 
 
 def _can_write(function: Any) -> bool:
-    """Return whether users' code that a function can reach changes anything but local variables."""
-    walk = Walk({"schedule": function})
+    """Return whether users' code that a function, or functions in a dict, can reach changes anything but local
+    variables."""
+    walk = Walk({"function": function})
     functions = [held for held in walk.visited if isinstance(held, types.FunctionType)]
     return any(_writes(f.__code__) for f in functions if not is_library_function(f))
 

@@ -81,6 +81,11 @@ def _is_customized(optimizer: Optimizer) -> bool:
     return any(hooks) or "step" in vars(optimizer) or started
 
 
+def _grouped(optimizer: Optimizer) -> list[list[int]]:
+    """Return the ids of the parameters in each group."""
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
 def _has_coarse_setting(group: dict[str, Any]) -> bool:
     """Return whether a setting is a tensor of lower precision than the parameters; torch computes in that precision."""
     settings = (value for name, value in group.items() if name != "params")
@@ -134,8 +139,11 @@ def _plan_optimizer(member: Member, state: PythonState | None) -> OptimizerPlan:
     if job.schedule is not None:  # the schedule writes to the groups
         with draws(member, keep=False):
             fresh = make_optimizer(job, model)
+        if _grouped(fresh) != _grouped(optimizer):
+            raise Untraceable("its schedule changes the optimizer's parameter groups")
     settings = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    is_plain = not _is_customized(fresh) and not any(map(_has_coarse_setting, fresh.param_groups))
+    is_customized = _is_customized(fresh) or bool(step_hooks(optimizer))  # the latter are those that the schedule set
+    is_plain = not is_customized and not any(map(_has_coarse_setting, fresh.param_groups))
     splits = [split_hparams(kind, group) if is_plain else None for group in settings]
     if any(split is None for split in splits):
         if any(drawn_by_optimizer(job, model)):

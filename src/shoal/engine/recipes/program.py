@@ -84,8 +84,11 @@ class Program:
         self._inputs = [node for node in self.trace.nodes if node.op == "placeholder"]
         self._stacked_batch = list(stacked_batch)
         self._shared = frozenset(shared)
-        self.written = _written_params(self.trace)
+        written, num_params = _written_inputs(self.trace), len(self.trace.params)
+        self.written = [index for index in written if index < num_params]
         """Indices of the parameters that the step itself writes to."""
+        self._written_batch = [i for i in written if i >= num_params + len(self.trace.buffers)]
+        """Indices of inputs that are tensors of the batch, which the step writes to. It gets copies of them."""
         self._carries = self._find_stacked(stacked_batch)
         self._shared_inputs = [i for i in self._shared if self.members and self._inputs[i] not in self._carries]
         self._instructions = self._build()
@@ -161,6 +164,8 @@ class Program:
         values = [*state, *batch]
         for index in self._shared_inputs:
             values[index] = values[index][0]
+        for index in self._written_batch:
+            values[index] = values[index].clone()
         for index in self._copied_inputs:
             values[index] = values[index].unsqueeze(0).repeat(self.members, *[1] * values[index].dim())
         return values
@@ -354,9 +359,9 @@ def _check_alike(traces: Sequence[Trace]) -> None:
             raise NotStackable(f"members do different things here: {difference(distinct[0], other)}")
 
 
-def _written_params(recorded: Trace) -> list[int]:
-    """Return the indices of the parameters that the graph itself writes to."""
-    place = {node: index for index, node in enumerate(recorded.nodes[: len(recorded.params)])}
+def _written_inputs(recorded: Trace) -> list[int]:
+    """Return the indices of the inputs (parameters, buffers, tensors of the batch) that the graph itself writes to."""
+    place = {node: index for index, node in enumerate(n for n in recorded.nodes if n.op == "placeholder")}
     written: set[int] = set()
     for node in recorded.nodes:
         schema = getattr(node.target, "_schema", None)

@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.data.loader import LoaderSource
-from shoal.data.source import TensorSource
+from shoal.data.source import TensorSource, cloned
 from shoal.engine.members.member import Member
+from shoal.engine.members.optimizers import of_users
 from shoal.engine.members.step import call_model, run_step, targets_of
 from shoal.engine.python_state.watch import Watch
-from shoal.engine.recipes._within_epoch import refuse_changes
+from shoal.engine.recipes._within_epoch import refuse_changes, refuse_changes_by_optimizer
 from shoal.engine.recipes.frozen import FrozenWeights
 from shoal.engine.recipes.optimizer_plan import OptimizerPlan, plan_optimizer
 from shoal.engine.recipes.program import Programs
@@ -117,7 +118,8 @@ class Evaluation:
 
         def call(model: nn.Module, batch: Any) -> Any:
             if job.step is not None:
-                return run_step(job, model, batch), call_model(model, batch) if with_outputs else None
+                inputs = cloned(batch) if with_outputs else None  # the step may write to its batch
+                return run_step(job, model, batch), call_model(model, inputs) if with_outputs else None
             assert job.loss is not None
             outputs = call_model(model, batch)
             return (job.loss(outputs, targets_of(batch)), {}), outputs if with_outputs else None
@@ -191,6 +193,8 @@ class TraceCache:
         id."""
         self._stream_shapes: dict[Hashable, tuple[str, str]] = {}
         """The shapes of the first and last batch of each streamed source."""
+        self._checked_optimizers: dict[tuple[int, int], Any] = {}
+        """Optimizers of the users' own that change nothing that a kind of step reads, by the kind and their id."""
         self.programs = Programs(deterministic=deterministic)
         self.proofs = Proofs()
         self.executables: dict[Hashable, Any] = {}
@@ -213,6 +217,10 @@ class TraceCache:
         if optimizer.flags is not None and not optimizer.began_together(member, gets_grad):
             optimizer = replace(optimizer, flags=None, runner=None)
         refuse_changes(member, optimizer.settings, optimizer.kind)
+        checked = steps[sizes[0]].kind, id(member.job.optimizer)
+        if of_users(member.job.optimizer) and checked not in self._checked_optimizers:
+            refuse_changes_by_optimizer(member)
+            self._checked_optimizers[checked] = member.job.optimizer
         return Recipe(member, steps, optimizer)
 
     def step(self, member: Member, rows: int, *, twice: bool = True) -> Trace:
@@ -265,6 +273,7 @@ class TraceCache:
         model_print = self._prints.pop(model, None)
         self._traces = {key: record for key, record in self._traces.items() if key[0][0] != model_print}
         self._by_kind.clear()
+        self._checked_optimizers.clear()
 
     def graph(
         self,

@@ -120,8 +120,8 @@ class UnitRunner:
         if outcome.error is not None:
             ends[outcome.error.slot] = self._fail(outcome.error)
         ends |= self._failures()
-        advanced = [s for s, member in enumerate(members) if s not in ends and member.place > self._before[s]]
-        within = [s for s in advanced if _validates_within(members[s])]
+        moved = [member.unvalidated or member.place > self._before[s] for s, member in enumerate(members)]
+        within = [s for s, member in enumerate(members) if s not in ends and moved[s] and _validates_within(member)]
         if within:
             ends |= self._validate_within(within)
         at_end = [s for s, member in enumerate(members) if s not in ends and _limit(member) == member.place]
@@ -197,13 +197,15 @@ class UnitRunner:
             self.unit.write_back(slots)
         for slot in slots:
             member = self.members[slot]
-            between = {"rate": rates[slot]} if member.place == member.num_batches else {}
+            at_end = member.place == member.num_batches
+            between = {"rate": rates[slot]} if at_end else {"unvalidated": _is_due_within(member)}
             member.before_end = copy.deepcopy(member.state()) | between
 
     def _validate_within(self, slots: list[int]) -> dict[int, str]:
         """Validate members in the middle of an epoch, and return those that end here."""
         ends = dict[int, str]()
         for slot, values in self._validate(slots).items():
+            self.members[slot].unvalidated = False
             if isinstance(values, MemberError):
                 ends[slot] = self._fail(values)
                 continue
@@ -345,6 +347,8 @@ def _next_stop(member: Member) -> int:
     job, limit = member.job, _limit(member)
     if job.val_every_steps is None:
         return limit
+    if member.unvalidated:
+        return member.place
     step = member.first_step + member.place // job.accumulate
     due = (step // job.val_every_steps + 1) * job.val_every_steps
     return min(limit, (due - member.first_step) * job.accumulate)
@@ -352,8 +356,13 @@ def _next_stop(member: Member) -> int:
 
 def _validates_within(member: Member) -> bool:
     """Return whether a member is due for a validation in the middle of its epoch."""
+    return member.place < _limit(member) and _is_due_within(member)
+
+
+def _is_due_within(member: Member) -> bool:
+    """Return whether `val_every_steps` says that a member is validated after its last batch."""
     job = member.job
-    if job.val_every_steps is None or member.place >= _limit(member) or member.place % job.accumulate:
+    if job.val_every_steps is None or member.place % job.accumulate:
         return False
     return member.step % job.val_every_steps == 0
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
+from shoal.engine.members.optimizers import make_optimizer, make_optimizer_again, make_schedule, trying
 from shoal.engine.optim.kinds import has_modes, learning_rate, set_mode
 from shoal.engine.optim.schedules import jump_to
 from shoal.engine.optim.state import load_optimizer
@@ -160,8 +160,9 @@ class PerMemberOptimizers:
         if member.optimizer_state:
             load_optimizer(self.optimizers[slot], member.optimizer_state)
         else:
-            self.optimizers[slot] = make_optimizer(member.job, self.twins[slot])
-            self.schedules[slot] = make_schedule(member.job, self.optimizers[slot])
+            self.optimizers[slot], self.schedules[slot] = make_optimizer_again(
+                member.job, self.twins[slot], self.optimizers[slot], self.schedules[slot]
+            )
         if step is not None and self.schedules[slot] is not None:
             jump_to(self.schedules[slot], step)
 

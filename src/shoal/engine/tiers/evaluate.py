@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data import View
 from shoal.data.pool import batch_rows
-from shoal.data.source import TensorSource
+from shoal.data.source import TensorSource, cloned
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.python_state.module_modes import own_train_methods
@@ -88,7 +88,8 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
     for i, (slot, member) in enumerate(zip(slots, members, strict=True)):
         if member.job.metrics:
             with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
-                values[slot] |= _compute_metrics(member.job, member_output(all_outputs, i), all_targets)
+                own_targets = all_targets if len(slots) == 1 else cloned(all_targets)  # a metric may write to them
+                values[slot] |= _compute_metrics(member.job, member_output(all_outputs, i), own_targets)
     return values
 
 
@@ -108,7 +109,7 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
             for batch in view.feed(first.job.batch_size):
                 for slot in slots:
                     # a step may write to its batch
-                    own_batch = batch if len(slots) == 1 else pytree.tree_map_only(Tensor, Tensor.clone, batch)
+                    own_batch = batch if len(slots) == 1 else cloned(batch)
                     with _blame(slot), nullcontext() if once else _evaluating_member(twins[slot]):
                         sheets[slot].add(twins[slot].model, own_batch)
         values = {}
@@ -187,9 +188,10 @@ class Sheet:
         """Return loss, logs and outputs of one batch."""
         job = self.job
         if job.step is not None:
+            inputs = cloned(batch) if self.wants_outputs else None  # the step may write to its batch
             loss, logs = run_step(job, model, batch)
             numbers = {name: number(value) for name, value in logs.items()}
-            return number(loss), numbers, call_model(model, batch) if self.wants_outputs else None
+            return number(loss), numbers, call_model(model, inputs) if self.wants_outputs else None
         outputs = call_model(model, batch)
         assert job.loss is not None
         return number(job.loss(outputs, targets_of(batch))), {}, outputs

@@ -16,7 +16,7 @@ from shoal.data.pool import batch_rows
 from shoal.engine.members.batch_stream import Stream, has_another_batch, own_batch
 from shoal.engine.members.evaluation_weights import complete_average, update_average, with_evaluation_weights
 from shoal.engine.members.member import Member, draws
-from shoal.engine.members.optimizers import make_optimizer, make_schedule, trying
+from shoal.engine.members.optimizers import make_optimizer, make_optimizer_again, make_schedule, trying
 from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.optim.fused_steps import clearing, step_of
 from shoal.engine.optim.gradients import clip_gradients
@@ -139,9 +139,9 @@ class SerialUnit(Unit):
             load_optimizer(self.optimizer, member.optimizer_state)
         else:
             with draws(member, keep=False):
-                self.optimizer = make_optimizer(self.job, self.model)
-                self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
-                self.schedule = make_schedule(self.job, self.optimizer)
+                again = make_optimizer_again(self.job, self.model, self.optimizer, self.schedule)
+            self.optimizer, self.schedule = again
+            self._update, self._clear_grads = step_of(self.optimizer), clearing(self.optimizer)
         if step is not None and self.schedule is not None:
             jump_to(self.schedule, step)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from shoal.data.source import cloned
 from shoal.engine.members.member import Member, draws
 from shoal.engine.members.step import autocast, evaluating
 from shoal.engine.tiers.threads import Threads
@@ -130,7 +131,7 @@ class Unit(ABC):
             member = self.members[slot]
             member.model.to(member.device)
             with draws(member, keep=False), evaluating(member.model), autocast(member.job, member.device):
-                outputs.append(evaluated(member.model, partial(member.model, *inputs))[0])
+                outputs.append(evaluated(member.model, partial(member.model, *cloned(inputs)))[0])
         return stack_outputs(outputs)
 
     def validate(self, batch: Any, slots: list[int]) -> Findings | None:

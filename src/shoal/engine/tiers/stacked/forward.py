@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.data.source import cloned
 from shoal.engine.members.step import evaluating
 from shoal.engine.proof.cases import stacked_state
 from shoal.engine.proof.prove import prove_evaluation
@@ -191,7 +192,8 @@ class Forward:
             self._homes.setdefault(index, current_device)
             model.to(device)
         with evaluating(model), autocast(what.precision, device):
-            return evaluated(model, lambda: what.call(model, batch))[0]
+            own_batch = batch if len(self.models) == 1 else cloned(batch)  # a network may write to its inputs
+            return evaluated(model, lambda: what.call(model, own_batch))[0]
 
 
 def _with_own_rows(output: Tensor) -> Tensor:
