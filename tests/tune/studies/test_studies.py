@@ -226,6 +226,7 @@ def test_nan_scores_come_last() -> None:
         ({"metric": "acuracy", "mode": "max"}, "metric is 'acuracy', which trial 0 does not have; it has loss"),
         ({"metric": "acuracy"}, "metric is 'acuracy', which trial 0 does not have; it has loss, val_loss, accuracy"),
         ({"metric": "gap", "make_job": lambda p: 1 / 0}, "does not say which way is better; .* check its spelling"),
+        ({"study_name": "mine"}, "study_name is 'mine', and there is no storage; set storage='sqlite:///study.db', or"),
         ({"space": None}, "no space was given, so make_job is called with a trial"),
         ({"mode": "up"}, "mode is 'up'"),
         ({"max_epochs": 0}, "max_epochs is 0"),

@@ -103,6 +103,10 @@ def tune(
     start = time.perf_counter()
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
+    if storage is None and study_name != "shoal":
+        raise TuneError(
+            f"study_name is {study_name!r}, and there is no storage; set storage='sqlite:///study.db', or leave it out"
+        )
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     spec = _make_spec(
         make_job, None if space is None else parse(space), metric, mode, max_epochs, make_scheduler(scheduler, eta),
