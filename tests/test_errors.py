@@ -1,6 +1,7 @@
 """The error of a failed job says which line of the user's own code raised."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,14 @@ def test_a_value_that_is_no_function_says_what_is_expected(field: str, value: ob
     with pytest.raises(shoal.JobError) as caught:
         job(**{field: value})
     assert said in str(caught.value)
+
+
+def test_a_warning_names_the_users_line() -> None:
+    data = torch.full((8, 2), math.nan), torch.zeros(8, 1)
+    job = shoal.Job(model=lambda: nn.Linear(2, 1), data=data, loss=F.mse_loss, epochs=1)
+    with pytest.warns(shoal.ShoalWarning, match="data has 16 NaN values") as caught:
+        shoal.train([job], device="cpu", progress=False)
+    assert caught[0].filename == __file__
+    with pytest.warns(shoal.ShoalWarning, match="data has 16 NaN values") as caught:
+        shoal.explain([job], device="cpu")
+    assert caught[0].filename == __file__

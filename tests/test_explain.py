@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.engine.planning import perf_cache
@@ -79,9 +80,19 @@ def test_unlike_networks_are_told_as_such() -> None:
     pair = [job("shallow"), job("deep", model=deep)]
     first, second = shoal.explain(pair, device="cpu", measure=False).plan.parts
     assert "parameters have other names" in first.reason and "parameters have other names" in second.reason
+    wide = [job("narrow"), job("wide", model=lambda: nn.Linear(6, 5))]
+    (first, _) = shoal.explain(wide, device="cpu", measure=False).plan.parts
+    assert "other shapes or dtypes at weight ([3, 6] float32 against [5, 6] float32)" in first.reason
     flags = [job("plain"), job("amsgrad", hparams={"lr": 0.1, "amsgrad": True}), job("sgd", optimizer=torch.optim.SGD)]
     (part,) = shoal.explain(flags, device="cpu", measure=False).plan.parts
     assert part.reason == "one computation"
+
+
+def test_data_that_is_not_held_has_no_size() -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+    reading = shoal.Job(model=lambda: nn.Linear(6, 3), data=loader, loss=F.cross_entropy, epochs=2)
+    told = shoal.explain([reading], device="cpu", measure=False)
+    assert "data: read as it is needed; memory in all" in str(told)
 
 
 def test_memory_is_counted() -> None:

@@ -288,6 +288,15 @@ def test_the_table_has_the_best_epoch_where_it_is_not_the_last() -> None:
     assert "best_epoch" not in shoal.train([job()], device="cpu").table()
 
 
+def test_the_table_has_the_hparams_that_differ() -> None:
+    adam: list[dict[str, Any]] = [{"lr": 0.1, "weight_decay": decay, "eps": 1e-6} for decay in (0.0, 0.1)]
+    more = {"optimizer": torch.optim.AdamW, "config": {"size": 3}}
+    results = shoal.train([job(name=f"{i}", hparams=adam[i], **more) for i in range(2)], device="cpu")
+    lines = results.table().splitlines()
+    assert lines[0].split()[3:6] == ["size", "weight_decay", "epochs"]  # lr is a column of the history
+    assert [line.split()[4] for line in lines[2:]] == ["0", "0.1"]
+
+
 def test_jobs_that_did_not_finish_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     jobs = [job(name="fine"), job(name="wild", hparams={"lr": 1e38})]
     shoal.train(jobs, device="cpu")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import sysconfig
+import warnings
 from pathlib import Path
+from types import FrameType
 
 OF_ONE_JOB = re.compile(r"(?:job '.*?'|member \d+): (.*)", re.DOTALL)
 """A line about one job of a list, or one member of a pack. The group of the expression is the mistake."""
@@ -90,6 +93,15 @@ class MemberError(ShoalError):
 
 class ShoalWarning(UserWarning):
     """Something that may be intended or a mistake, such as NaN in the data."""
+
+
+def warn(text: str) -> None:
+    """Issue a ShoalWarning of one line, which names the line of the user's own code that led to it."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, ShoalWarning, stacklevel=level if frame is not None else 2)
 
 
 ROW_NOTE = "reading row "

@@ -106,7 +106,8 @@ class Explanation:
         """Yield lines with the expected total memory and time."""
         parts = _total(self.plan.parts, "memory_bytes")
         less = " (less than the sum: not all jobs run at the same time)" if (parts or 0) > self.memory_bytes else ""
-        yield f"data: {size(self.data_bytes)}, in memory once; memory in all: about {size(self.memory_bytes)}{less}"
+        data = f"{size(self.data_bytes)}, in memory once" if self.data_bytes else "read as it is needed"
+        yield f"data: {data}; memory in all: about {size(self.memory_bytes)}{less}"
         timed_parts = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
         if timed_parts and len(timed_parts) == len(self.plan.parts) and not self.plan.waiting:
             packed, alone = 0.0, 0.0

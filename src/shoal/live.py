@@ -6,7 +6,6 @@ import atexit
 import copy
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from shoal.engine.runtime.clones import add_to, clone_of, new_member, warm
 from shoal.engine.runtime.commands import Controls, EndedError
 from shoal.engine.runtime.run import Run
 from shoal.environment import environment
-from shoal.errors import JobError, ShoalError, ShoalWarning
+from shoal.errors import JobError, ShoalError, warn
 from shoal.jobs.job import Job
 from shoal.jobs.names import named
 from shoal.reporting.callbacks import own_copy
@@ -282,7 +281,7 @@ class LiveRun:
 def _warn_of_mistake(what: str, answer: Future[Any]) -> None:
     error = answer.exception()
     if error is not None:
-        warnings.warn(f"{what}, ordered by a callback or a listener, was not done: {error}", ShoalWarning, stacklevel=2)
+        warn(f"{what}, ordered by a callback or a listener, was not done: {error}")
 
 
 def _timeout_error(timeout: float | None) -> TimeoutError:

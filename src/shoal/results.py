@@ -22,7 +22,7 @@ from shoal.jobs.metric_direction import direction
 from shoal.jobs.names import named
 from shoal.jobs.pickling import without_unpicklable
 from shoal.utils.numpy_values import finite, plain_int
-from shoal.utils.tables import one_line, render
+from shoal.utils.tables import format_cell, one_line, render
 
 if TYPE_CHECKING:
     from shoal.engine.planning.planner import Plan
@@ -248,21 +248,26 @@ class Results(Sequence[Result]):
     def table(self) -> str:
         """Return the results as text, one line each, followed by the errors of jobs that failed or diverged.
 
-        Values are those of the weights that each result has. Uses lines and colour in a terminal if rich is installed.
+        Values are those of the weights that each result has; of `hparams` those are shown that differ. Uses lines and
+        colour in a terminal if rich is installed.
         """
         names = [name for name in self.columns() if name not in NOT_VALUES]
-        config_names = list(dict.fromkeys(key for r in self for key in r.job.config))
+        settings = [{**r.job.hparams, **r.job.config} for r in self]
+        noted = dict.fromkeys(key for r in self for key in r.job.config)
+        others = dict.fromkeys(key for r in self for key in r.job.hparams if key not in names)
+        varied = dict.fromkeys(key for key in others if len({repr(each.get(key)) for each in settings}) > 1)
+        setting_names = list(noted | varied)
         epochs = [len(r.history) if r.split is None else None for r in self]  # the rows of a split are rounds
         best = [r.best_epoch if count is not None else None for r, count in zip(self, epochs, strict=True)]
         best_column = ["best_epoch"] if best != epochs and any(best) else []
-        head = ["name", "status", "tier", *config_names, "epochs", "steps", *names, *best_column, "seconds"]
+        head = ["name", "status", "tier", *setting_names, "epochs", "steps", *names, *best_column, "seconds"]
         rows = [
             [
-                r.name, r.status, r.tier, *(_format_cell(r.job.config.get(key)) for key in config_names),
-                "" if count is None else str(count), str(r.steps), *(_format_cell(r.value(n)) for n in names),
-                *([_format_cell(epoch)] if best_column else []), f"{r.seconds:.2f}",
+                r.name, r.status, r.tier, *(format_cell(each.get(key)) for key in setting_names),
+                "" if count is None else str(count), str(r.steps), *(format_cell(r.value(n)) for n in names),
+                *([format_cell(epoch)] if best_column else []), f"{r.seconds:.2f}",
             ]
-            for r, count, epoch in zip(self, epochs, best, strict=True)
+            for r, each, count, epoch in zip(self, settings, epochs, best, strict=True)
         ]  # fmt: skip
         errors = [f"{one_line(r.name)}: {r.error}" for r in self if r.error]
         more = [f"... and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
@@ -393,8 +398,3 @@ def _rows_at_once(batch_size: Any) -> int | None:
     if size is not None and size < 1:
         raise ValueError(f"batch_size is {size}; use a whole number, 1 or more")
     return size
-
-
-def _format_cell(value: float | str | None) -> str:
-    """Format a float with four digits, and other values as they are."""
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

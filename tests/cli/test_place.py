@@ -70,7 +70,6 @@ def test_json_of_a_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["net.py:network", "--picture", "placement.txt"], "not a kind of picture"),
         (["net.py:missing"], "has no 'missing'"),
         (["net.py:number"], "return a shoal.Job, or a network and a sample"),
-        (["net.py:job", "--run", "--out", "placement.json"], "--out is for planning"),
         (["net.py:job", "--run", "--workers", "0"], "workers is 0"),
         (["net.py:job", "--run", "--patience", "-1"], "--patience is -1"),
     ],
@@ -81,3 +80,8 @@ def test_errors_are_one_line(
     assert main(["place", *arguments, "--no-measure"]) == 1
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_an_option_for_planning_with_run_is_a_wrong_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["place", "net.py:job", "--run", "--out", "placement.json"]) == 2
+    assert "--out is for planning; leave it out with --run" in capsys.readouterr().err

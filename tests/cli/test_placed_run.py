@@ -52,7 +52,7 @@ def test_a_job_is_placed_and_trained(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_errors_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("net.py:job", "--folder", "run") == 1
+    assert run("net.py:job", "--folder", "run") == 2
     assert "--folder is for training; give it with --run" in capsys.readouterr().err
     (folder / "other.json").write_text("{}")
     assert run("net.py:job", "--run", "--placement", "other.json") == 1

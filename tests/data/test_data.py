@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import shoal
 from shoal.data import Pool, Rows, TensorSource, dataset
 from shoal.data.dataset import DatasetSource
+from shoal.utils import random_state
 
 X, Y = torch.randn(23, 4), torch.arange(23) % 3
 CPU = torch.device("cpu")
@@ -81,6 +83,34 @@ def test_plain_datasets_become_tensors_and_random_ones_do_not() -> None:
         source = pool.open(data, (lambda items: items) if isinstance(data, list) else None).source
         assert isinstance(source, DatasetSource) and source.streamed
     assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
+
+
+def test_states_of_generators_are_read_for_many_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes longer than reading a cheap row."""
+    looks = []
+    original = random_state.get_state
+    monkeypatch.setattr(random_state, "get_state", lambda generator: looks.append(1) or original(generator))
+    table = TensorDataset(torch.randn(640, 3))
+    assert dataset.materialise(Subset(table, range(640))) is not None
+    assert len(looks) < 640 / 8
+    looks.clear()
+    source = DatasetSource(table, list, torch.device("cpu"))
+    looks.clear()
+    batches = list(itertools.islice(source.feed(torch.arange(640), 64), 10))
+    assert len(batches) == 10 and len(looks) < 640 / 8
+
+
+def test_a_row_that_draws_late_is_found_and_changes_no_generator() -> None:
+    class Late(Dataset[Any]):
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, row: int) -> Tensor:
+            return torch.rand(3) if row == 150 else torch.full((3,), float(row))
+
+    before = torch.get_rng_state()
+    assert dataset.materialise(Late()) is None
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_random_item_depends_on_seed_epoch_and_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,16 @@ def test_where_the_classes_come_from() -> None:
     assert held_out(shoal.folds(job(TensorDataset(X, tensor)), 3, stratify="y")) == expected
 
 
+def test_texts_in_a_pandas_column() -> None:
+    pandas = pytest.importorskip("pandas")
+    names = [f"p{group}" for group in GROUPS]
+    expected = held_out(shoal.folds(job(), 3, groups=names))
+    assert held_out(shoal.folds(job(), 3, groups=pandas.Series(names))) == expected
+    assert held_out(shoal.folds(job(), 3, groups=pandas.Series(names, dtype="category"))) == expected
+    with pytest.raises(shoal.JobError, match="groups is of mixed or unknown values; give one number or one text"):
+        shoal.folds(job(), 3, groups=pandas.Series([*names[1:], None]))
+
+
 def test_of_some_rows_of_the_data() -> None:
     some = torch.arange(0, N, 2)
     jobs = shoal.folds(job(shoal.Rows((X, torch.from_numpy(LABELS)), some)), 2, stratify="y", shuffle=False)

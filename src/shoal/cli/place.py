@@ -93,7 +93,9 @@ def place(
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun does not need --run
         planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}
         if (name := next((name for name, value in planning.items() if value is not None), None)) is not None:
-            raise ValueError(f"{name} is for planning; leave it out with --run, where the job's own batch is divided")
+            raise typer.BadParameter(
+                f"{name} is for planning; leave it out with --run, where the job's own batch is divided"
+            )
         run_placed(
             target, wanted, placement=placement, folder=folder, device=device, patience=patience, progress=progress,
             as_json=as_json,
@@ -101,7 +103,7 @@ def place(
         return
     given = next((name for name, value in (("--placement", placement), ("--folder", folder)) if value), None)
     if given is not None:
-        raise ValueError(f"{given} is for training; give it with --run")
+        raise typer.BadParameter(f"{given} is for training; give it with --run")
     check_writable(out)
     check_picture(picture)
     planned = plan(*load_network(target, workers), {**wanted, "device": device}, batch_size)

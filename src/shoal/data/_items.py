@@ -13,7 +13,8 @@ import hashlib
 import random
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.errors import ROW_NOTE
-from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, get_state, restored
+from shoal.utils.random_state import GENERATORS, NUMPY, PYTHON, Generator, Snapshot, get_state, restored
 
 MOST_OBJECTS, MOST_ITEMS = 10_000, 200
 """How far a Dataset is searched for generators: the most objects, and the most references of each."""
@@ -40,33 +41,45 @@ class Items:
         self.generators = [(generator, _salt(generator)) for generator in generators_of(dataset)]
         """The Dataset's own generators, each with a salt that distinguishes those that were seeded differently."""
 
-    @property
-    def _all(self) -> list[Generator]:
-        return [torch.default_generator, NUMPY, PYTHON, *(generator for generator, _ in self.generators)]
-
     def __call__(self, row: int, seed: int, epoch: int) -> Any:
         """Read an item with all generators seeded by (seed, epoch, row), and restore them afterwards."""
-        with restored(self._all):
-            torch.default_generator.manual_seed(word(seed, epoch, row))
-            NUMPY.seed(word(seed, epoch, row) & 0xFFFFFFFF)
-            PYTHON.seed(word(seed, epoch, row))
-            for generator, salt in self.generators:
-                seed_generator(generator, word(seed, epoch, row, salt))
-            try:
-                return self.dataset[row]
-            except Exception as error:
-                error.add_note(f"{ROW_NOTE}{row} of its Dataset")
-                raise
+        return self.batch([row], seed, epoch)[0]
 
-    def plain(self, row: int) -> Any | None:
-        """Read an item; None if it does not consist of tensors and numbers, or reading it drew random numbers."""
-        with restored(self._all) as before:
-            item = self.dataset[row]
+    def batch(self, rows: Iterable[int], seed: int, epoch: int) -> list[Any]:
+        """Read items, each under its own seed, and restore the generators afterwards."""
+        with self.generators_restored():
+            return [self.read(row, seed, epoch) for row in rows]
+
+    def generators_restored(self) -> AbstractContextManager[Snapshot]:
+        """Restore all generators on exit. That takes as long as reading many cheap items."""
+        return restored([torch.default_generator, NUMPY, PYTHON, *(generator for generator, _ in self.generators)])
+
+    def read(self, row: int, seed: int, epoch: int) -> Any:
+        """Read an item under its own seed, without restoring the generators."""
+        item_seed = word(seed, epoch, row)
+        torch.default_generator.manual_seed(item_seed)
+        NUMPY.seed(item_seed & 0xFFFFFFFF)
+        PYTHON.seed(item_seed)
+        for generator, salt in self.generators:
+            seed_generator(generator, word(seed, epoch, row, salt))
+        try:
+            return self.dataset[row]
+        except Exception as error:
+            error.add_note(f"{ROW_NOTE}{row} of its Dataset")
+            raise
+
+    def plain(self, rows: Iterable[int]) -> list[Any] | None:
+        """Read items; None if one does not consist of tensors and numbers, or reading them drew random numbers."""
+        with self.generators_restored() as before:
+            items = [self.dataset[row] for row in rows]
             drew = before.moved()
-        is_plain = isinstance(item, (tuple, list, dict, Tensor)) and all(
-            isinstance(leaf, (Tensor, np.ndarray, np.generic, int, float)) for leaf in pytree.tree_leaves(item)
-        )
-        return item if is_plain and not drew else None
+        return items if not drew and all(map(_is_plain, items)) else None
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, (tuple, list, dict, Tensor)) and all(
+        isinstance(leaf, (Tensor, np.ndarray, np.generic, int, float)) for leaf in pytree.tree_leaves(item)
+    )
 
 
 def same(a: Any, b: Any) -> bool:

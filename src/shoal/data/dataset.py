@@ -28,6 +28,8 @@ MAX_BYTES = 512 << 20
 """A Dataset larger than this is streamed."""
 MAX_SECONDS = 10.0
 """A Dataset that takes longer than this to read completely is streamed."""
+ROWS_AT_ONCE = 64
+"""Rows that are read between two looks at the random generators, each of which takes as long as reading many rows."""
 SLOW_BATCH = 0.002
 """Batches that take more seconds than this to read are worth worker processes."""
 
@@ -53,7 +55,7 @@ class DatasetSource(Source):
             raise ValueError(
                 f"rows have shape {list(rows.shape)}; a Dataset gives one batch at a time: use one dimension"
             )
-        return self._move(self.collate([self.items(row, seed, epoch) for row in rows.tolist()]))
+        return self._move(self.collate(self.items.batch(rows.tolist(), seed, epoch)))
 
     def feed(self, rows: Tensor, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
         key = (seed, epoch, batch_size, hashlib.sha256(rows.contiguous().numpy().tobytes()).digest())
@@ -157,8 +159,8 @@ class _Seeded(Dataset[Any]):
     def __init__(self, items: Items, seed: int, epoch: int) -> None:
         self.items, self.seed, self.epoch = items, seed, epoch
 
-    def __getitem__(self, row: int) -> Any:
-        return self.items(row, self.seed, self.epoch)
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return self.items.batch(rows, self.seed, self.epoch)
 
 
 def check_dataset(data: Any) -> None:
@@ -187,17 +189,18 @@ def materialise(dataset: Any) -> Any | None:
 
 
 def _read_all(items: Items, length: int) -> Any | None:
-    first = items.plain(0)
+    first = items.plain([0])
     if first is None or _bytes(first) * length > MAX_BYTES or _probe_items(items, length)[0] * length > MAX_SECONDS:
         return None
-    rows = []
-    for row in range(length):
-        item = items.plain(row)
-        if item is None:
+    rows: list[Any] = []
+    for start in range(0, length, ROWS_AT_ONCE):
+        some = items.plain(range(start, min(start + ROWS_AT_ONCE, length)))
+        if some is None:
             return None
-        rows.append(item)
-    read_twice = ((rows[row], items.plain(row)) for row in _spread(length, 16))
-    if not all(b is not None and same(a, b) for a, b in read_twice):
+        rows += some
+    spread = _spread(length, 16)
+    again = items.plain(spread)
+    if again is None or not all(same(rows[row], item) for row, item in zip(spread, again, strict=True)):
         return None
     return default_collate(rows)
 
@@ -206,14 +209,15 @@ def _probe_items(items: Items, length: int) -> tuple[float, bool]:
     """Return the seconds to read an item, and whether items are the same when they are read again, tried on a few."""
     seconds: list[float] = []
     steady = True
-    for row in _spread(length, 4):
-        start = time.perf_counter()
-        try:
-            item = items(row, 0, 0)
-            seconds.append(time.perf_counter() - start)
-            steady = steady and same(item, items(row, 0, 0))
-        except Exception:  # it ends the job that reads it
-            continue
+    with items.generators_restored():
+        for row in _spread(length, 4):
+            start = time.perf_counter()
+            try:
+                item = items.read(row, 0, 0)
+                seconds.append(time.perf_counter() - start)
+                steady = steady and same(item, items.read(row, 0, 0))
+            except Exception:  # it ends the job that reads it
+                continue
     return (sum(seconds) / len(seconds) if seconds else 0.0), steady
 
 

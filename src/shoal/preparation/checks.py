@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from shoal.engine.members.optimizers import drawn_by_optimizer, make_optimizer, 
 from shoal.engine.members.step import number
 from shoal.engine.optim.kinds import has_modes, needs_closure
 from shoal.engine.tiers.evaluate import metric_columns
-from shoal.errors import JobError, ShoalWarning, describe
+from shoal.errors import JobError, describe, warn
 from shoal.jobs.averaging import counts_epochs, first_update
 from shoal.jobs.early_stopping import watched
 from shoal.jobs.job import Job
@@ -257,7 +256,7 @@ def average_problems(member: Member) -> list[str]:
 def warn_of_loop_variables(jobs: Sequence[Job], job_names: Sequence[str]) -> None:
     """Warn of functions that read a variable of the loop that made the jobs, and so would all see its last value."""
     for line in lost_values((name, job, job.functions()) for name, job in zip(job_names, jobs, strict=True)):
-        warnings.warn(line, ShoalWarning, stacklevel=4)
+        warn(line)
 
 
 def warn_of_averages(members: list[Member]) -> None:
@@ -269,11 +268,9 @@ def warn_of_averages(members: list[Member]) -> None:
         steps = job.steps if job.steps is not None else (job.epochs or 0) * per_epoch
         first = 0 if job.average is None else first_update(job.average, per_epoch)
         if steps < first:
-            warnings.warn(
+            warn(
                 f"job {member.name!r}: the first update of {job.average} comes after step {first}, and the job has "
-                f"{steps} steps; it ends with the weights as they are",
-                ShoalWarning,
-                stacklevel=4,
+                f"{steps} steps; it ends with the weights as they are"
             )
 
 
@@ -288,15 +285,13 @@ def warn_of_data(members: list[Member]) -> None:
             seen.add(id(view.source))
             count = view.source.num_nan()
             if count:
-                warnings.warn(f"job {member.name!r}: {which} has {count} NaN values", ShoalWarning, stacklevel=4)
+                warn(f"job {member.name!r}: {which} has {count} NaN values")
             if not view.source.steady:
                 what = "another item when a row is" if not view.source.batched else "other batches when it is"
-                warnings.warn(
+                warn(
                     f"job {member.name!r}: {which} gives {what} read again, and Shoal cannot tell from what, so that "
                     "results depend on what else is read; draw from torch's, numpy's or python's random functions, or "
-                    "from a generator that is an attribute of the Dataset",
-                    ShoalWarning,
-                    stacklevel=4,
+                    "from a generator that is an attribute of the Dataset"
                 )
 
 
@@ -309,16 +304,12 @@ def warn_of_loaders(members: list[Member]) -> None:
     for source, readers in readers_of.items():
         member, workers = next(iter(readers.values())), source.loader.loader.num_workers
         if source.loader.loader.persistent_workers:
-            warnings.warn(
+            warn(
                 f"job {member.name!r}: data has persistent_workers=True, but its workers are started for each epoch, "
-                "so that a resumed run reads the same batches; set persistent_workers=False",
-                ShoalWarning,
-                stacklevel=5,
+                "so that a resumed run reads the same batches; set persistent_workers=False"
             )
         if len(readers) > 1 and len(readers) * workers > 2 * (os.cpu_count() or 1):
-            warnings.warn(
+            warn(
                 f"job {member.name!r} and others read one DataLoader in {len(readers)} orders, each with {workers} "
-                "workers; give them the same data_seed and it is read once for all",
-                ShoalWarning,
-                stacklevel=5,
+                "workers; give them the same data_seed and it is read once for all"
             )

@@ -104,6 +104,8 @@ def _row_labels(name: str, values: Any, view: View) -> Numbers:
         array = np.empty(0, dtype=object)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
+    if array.dtype == object and all(isinstance(value, str) for value in array.flat):
+        array = array.astype(str)  # a pandas column of texts
     if array.ndim != 1 or array.dtype == object:
         problem = f"of shape {list(array.shape)}" if array.ndim != 1 else "of mixed or unknown values"
         raise JobError(f"{name} is {problem}; give one number or one text for each row")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from shoal.engine.members.evaluation_weights import with_evaluation_weights
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.python_state.module_modes import in_eval_mode
-from shoal.errors import ShoalError, ShoalWarning, describe_with_place
+from shoal.errors import ShoalError, describe_with_place, warn
 from shoal.reporting.events import Event, Listener, title
 
 WriteBack = Callable[[], None]
@@ -228,7 +227,7 @@ class Callbacks:
         if ending.status == "stopped":
             return ending if member.status == "running" and not member.finished() else None
         if member.status in ("failed", "diverged", "cancelled"):
-            warnings.warn(f"{member.name} ({member.status}): {ending.error}", ShoalWarning, stacklevel=2)
+            warn(f"{member.name} ({member.status}): {ending.error}")
             return None
         return ending
 

@@ -22,12 +22,11 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shoal.errors import ShoalWarning, describe
+from shoal.errors import describe, warn
 from shoal.utils.numpy_values import finite
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class Listeners:
             f"{title(listener)} raised {describe(error)} at the event {event.kind!r}; "
             "it gets no more events of this run, which continues"
         )
-        warnings.warn(text, ShoalWarning, stacklevel=3)
+        warn(text)
 
 
 def title(thing: object) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from shoal.errors import OutError, ShoalWarning
+from shoal.errors import OutError, warn
 from shoal.utils.locks import close_in_children
 
 PATIENCE = 10.0
@@ -81,7 +80,7 @@ class Lock:
                 text = (
                     f"out={str(self.folder)!r} cannot be locked ({error.strerror}): let only one run at a time use it"
                 )
-                warnings.warn(text, ShoalWarning, stacklevel=2)
+                warn(text)
                 break
             time.sleep(0.02)
         file.truncate(0)

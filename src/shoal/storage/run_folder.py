@@ -15,7 +15,6 @@ from.
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -23,7 +22,7 @@ from typing import Any, Protocol, Self
 from shoal.engine.members.member import Member, seeded
 from shoal.engine.members.ownership import build_model
 from shoal.engine.members.resuming import reopened
-from shoal.errors import NotStorable, OutError, ShoalWarning, describe
+from shoal.errors import NotStorable, OutError, describe, warn
 from shoal.results import Results
 from shoal.storage import _store, atomic
 from shoal.storage._checkpoints import Checkpoints, Copy
@@ -390,8 +389,3 @@ def _draws_elsewhere(member: Member, table: JobTable) -> bool:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or describe(error)
-
-
-def warn(text: str) -> None:
-    """Issue a one-line ShoalWarning."""
-    warnings.warn(text, ShoalWarning, stacklevel=3)

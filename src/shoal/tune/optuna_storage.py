@@ -19,13 +19,12 @@ import os
 import socket
 import threading
 import uuid
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from shoal.errors import JobError, ShoalWarning, describe
+from shoal.errors import JobError, describe, warn
 from shoal.storage.lock import alive
 from shoal.tune._optuna import (
     close_storage,
@@ -183,7 +182,7 @@ class OptunaStorage:
             with self._lock:
                 missing = len(self._trials)
             line = f"the storage lacks the last reports of {missing} trials: {_cause(error)}; with out=, run it again"
-            warnings.warn(ShoalWarning(line), stacklevel=2)
+            warn(line)
         close_storage(self._storage)
 
     def __enter__(self) -> OptunaStorage:
@@ -208,7 +207,7 @@ class OptunaStorage:
             except Exception as error:
                 if not self._failed:
                     line = f"the storage cannot be written: {_cause(error)}; training continues, and it is tried again"
-                    warnings.warn(ShoalWarning(line), stacklevel=1)
+                    warn(line)
                 self._failed = True
 
     def _write(self, trials: list[Trial]) -> None:

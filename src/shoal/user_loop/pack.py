@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from shoal.engine.tiers.stacked.forward import joined
 from shoal.engine.tiers.stacked.given_batches import GivenBatchesStack
 from shoal.engine.tiers.unit import Unlike
 from shoal.engine.tracing.patches import Untraceable
-from shoal.errors import JobError, ShoalWarning, describe, describe_with_place
+from shoal.errors import JobError, describe, describe_with_place, warn
 from shoal.user_loop import _batches
 from shoal.user_loop._batches import Batches, FixedBatchSource, LoopUnit, Losses, check_ids, in_order, step_alone
 from shoal.user_loop._changes import LoopChanges
@@ -372,7 +371,7 @@ class Pack:
                 self._drop(unit, ended)
         for id, error in failed.items():
             text = f"member {id} has stopped: its step raised {describe_with_place(error)}"
-            warnings.warn(text, ShoalWarning, stacklevel=3)
+            warn(text)
 
     # --- looking --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,11 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
     return _plain(head, rows, left)
 
 
+def format_cell(value: float | str | None) -> str:
+    """Format a float with four digits, and other values as they are; None as a dash."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def one_line(text: str) -> str:
     """Return text with line breaks and tabs written as escapes, so that it stays in its cell.
 

@@ -301,7 +301,7 @@ def test_evaluation_does_not_change_training() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"workers": 13}, "13 workers, but 0 has 12 units"),
+        ({"workers": 13}, "13 workers, but layer '0' has 12 units"),
         ({"overlap": 1.5}, "overlap is 1.5"),
         ({"shares": [1, 2]}, r"shares is \[1, 2\]; use a positive number for each of 3 workers"),
         ({"shares": "fast"}, "shares is 'fast'"),

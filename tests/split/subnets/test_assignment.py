@@ -83,7 +83,7 @@ def test_every_weight_is_trained_sooner_or_later() -> None:
 @pytest.mark.parametrize(
     ("shares", "overlap", "line"),
     [
-        ([1.0] * 5, 0.0, "5 workers, but a has 4 units .neurons.: each worker needs one; use at most 4 workers"),
+        ([1.0] * 5, 0.0, "5 workers, but layer 'a' has 4 units .neurons.: each worker needs one; use at most 4"),
     ],
 )
 def test_mistakes(shares: list[float], overlap: float, line: str) -> None:

@@ -94,5 +94,5 @@ def test_too_few_blocks_in_one_line(model: nn.Module, x: Tensor, line: str) -> N
 
 def test_more_workers_than_blocks_in_one_line() -> None:
     model, x = NETWORKS["gpt"]
-    with pytest.raises(SplitError, match="4 workers, but blocks has 3 units"):
+    with pytest.raises(SplitError, match="4 workers, but layer 'blocks' has 3 units"):
         assign_units(find_units(model, (x,), blocks=True), [1.0] * 4, seed=0, round=0)

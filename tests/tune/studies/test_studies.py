@@ -226,6 +226,7 @@ def test_nan_scores_come_last() -> None:
         ({"metric": "acuracy", "mode": "max"}, "metric is 'acuracy', which trial 0 does not have; it has loss"),
         ({"metric": "acuracy"}, "metric is 'acuracy', which trial 0 does not have; it has loss, val_loss, accuracy"),
         ({"metric": "gap", "make_job": lambda p: 1 / 0}, "does not say which way is better; .* check its spelling"),
+        ({"study_name": "mine"}, "study_name is 'mine', and there is no storage; set storage='sqlite:///study.db', or"),
         ({"space": None}, "no space was given, so make_job is called with a trial"),
         ({"mode": "up"}, "mode is 'up'"),
         ({"max_epochs": 0}, "max_epochs is 0"),
@@ -287,3 +288,13 @@ def test_with_keep_best_trials_are_compared_by_the_weights_that_they_keep() -> N
         assert trial.value == max(trial.values.values())
     assert any(trial.value != trial.values[7] for trial in study.trials)
     assert study.best_value == max(trial.value for trial in study.trials)
+
+
+def test_with_keep_best_a_study_that_is_read_again_has_the_same_values(tmp_path: Path) -> None:
+    jobs = {"keep": "best", "stop": shoal.EarlyStop("accuracy", mode="max", patience=99)}
+    search = {"make_job": lambda params: make_job(params, **jobs), "max_epochs": 7, "num_trials": 6}
+    first = tune("none", out=tmp_path / "study", **search)
+    again = tune("none", out=tmp_path / "study", **search)
+    assert any(trial.value != trial.values[7] for trial in first.trials)
+    assert [trial.value for trial in again.trials] == [trial.value for trial in first.trials]
+    assert again.best_params == first.best_params

@@ -6,13 +6,12 @@ changes during an epoch, a recorded step would not see it, so such a member trai
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.watch import ChangeLog
-from shoal.errors import ShoalWarning
+from shoal.errors import warn
 
 if TYPE_CHECKING:
     from shoal.engine.members.member import Member
@@ -40,11 +39,9 @@ class Renewals:
                 if member.index in changes and member.index not in self._unstacked:
                     where = path_text(changes[member.index])
                     self._unstacked[member.index] = f"what its step reads changes during an epoch ({where})"
-                    warnings.warn(
+                    warn(
                         f"{member.name}: {where} changed during an epoch, which a stacked step does not see; from here "
-                        "on it runs unstacked. Change it between epochs, or inside the step",
-                        ShoalWarning,
-                        stacklevel=2,
+                        "on it runs unstacked. Change it between epochs, or inside the step"
                     )
         self.due = self.due or ending
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.members.optimizers import trying
 from shoal.engine.python_state.private_copy import PrivateCopies
 from shoal.engine.python_state.saved_state import share
-from shoal.errors import JobError, ShoalWarning
+from shoal.errors import JobError, warn
 from shoal.jobs.averaging import EMA, SWA, counts_epochs
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import EarlyStop, Job
@@ -200,12 +199,10 @@ def _warn_of_shared(source: Member, member: Member) -> None:
     if lost:
         where, why = next(iter(lost.items()))
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        warnings.warn(
+        warn(
             f"clone {member.name!r}: {source.name!r} changes {where}{more}, which the clone has in common with it "
             f"({why}); each of them moves it for the other, and both end with other weights than alone; keep such "
-            "state in the model or in the step's closure, in numbers, tensors, lists or dicts",
-            ShoalWarning,
-            stacklevel=2,
+            "state in the model or in the step's closure, in numbers, tensors, lists or dicts"
         )
 
 

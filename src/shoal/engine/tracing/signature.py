@@ -96,7 +96,7 @@ def difference(a: Trace, b: Trace) -> str:
         if x.op != y.op or (x.op == "call_function" and x.target != y.target):
             return f"another operator ({x.target} against {y.target})"
         if _meta(x) != _meta(y):
-            return f"other shapes or dtypes at {where} ({_meta(x)} against {_meta(y)})"
+            return f"other shapes or dtypes at {where} ({_describe_value(x)} against {_describe_value(y)})"
         for (slot, value), (_, other) in zip(arguments_of(x), arguments_of(y), strict=False):
             if _frozen(value, slot, position_a) != _frozen(other, slot, position_b):
                 return f"{where} takes {slot.key}={value} against {other}"
@@ -160,4 +160,13 @@ def _meta(node: Node) -> Hashable:
     return tuple(
         (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else str(value)
         for value in pytree.tree_leaves(node.meta.get("val"))
+    )
+
+
+def _describe_value(node: Node) -> str:
+    """Return the shapes and dtypes of a node's value as text, such as "[32, 16] float32"."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return ", ".join(
+        f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" if isinstance(leaf, Tensor) else str(leaf)
+        for leaf in leaves
     )

@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import thread_time
 from typing import Any
 
@@ -45,6 +46,13 @@ VALIDATION, TRIAL = 1.5, 100
 MANY_STEPS, SMALL_SHARE = 500, 0.05
 """From so many steps on, jobs may be worth sharing among processes, and traces may take this share of their time. It is
 not known yet whether other cores are free."""
+ASPECTS = (
+    "layers", "weights (shapes, dtypes or which are frozen)", "loss or step", "DataLoader", "data_seed", "batch_size",
+    "rows an epoch", "accumulate", "precision", "data held or read as it is needed",
+)  # fmt: skip
+"""What must be equal for members to share a stack, as far as it is checked without a trace."""
+MOST_KINDS = 100
+"""The most kinds of members that one of another kind is compared with, to say in what it differs."""
 SURE, UNSURE = 0.7, 0.2
 """The share of a predicted gain that is relied on. It is lower if a step reads numbers out of tensors, since many such
 steps cannot be traced."""
@@ -58,13 +66,13 @@ def looped(members: Sequence[Member], tiers: Mapping[int, str]) -> dict[int, str
     """
     if os.environ.get("SHOAL_PACK") == "always":
         return {}
-    by_kind: dict[Hashable, list[Member]] = {}
+    by_kind: dict[tuple[Hashable, ...], list[Member]] = {}
     for member in members:
         if member.index not in tiers:
             by_kind.setdefault(_kind(member), []).append(member)
     reasons = {index: "serial as in the run before" for index, tier in tiers.items() if tier == "serial"}
-    for similar in by_kind.values():
-        reason = _reason_to_loop(similar)
+    for kind, similar in by_kind.items():
+        reason = _reason_to_loop(similar) if len(similar) > 1 else _describe_lone(kind, by_kind)
         reasons |= {member.index: reason for member in similar} if reason else {}
     return reasons
 
@@ -121,10 +129,8 @@ def _alone_seconds(member: Member) -> float | None:
 
 
 def _reason_to_loop(similar: Sequence[Member]) -> str:
-    """Return why members that are alike should train in a loop; empty if a stack should be faster or it is not
-    known."""
-    if len(similar) == 1:
-        return "no other job is like it"
+    """Return why several members that are alike should train in a loop; empty if a stack should be faster or it is
+    not known."""
     try:
         pilot = _pilot(similar[0])
     except Untraceable as refusal:
@@ -161,16 +167,32 @@ def _share_frozen_part(similar: Sequence[Member]) -> bool:
     return all(same_bits(a, b) for row in frozen[1:] for a, b in zip(frozen[0], row, strict=True))
 
 
-def _kind(member: Member) -> Hashable:
-    """Return a key that is equal for members that may be the same computation."""
+def _kind(member: Member) -> tuple[Hashable, ...]:
+    """Return a key that is equal for members that may be the same computation: a value for each of ASPECTS."""
     job, model = member.job, member.model
     tensors = [*model.parameters(), *model.buffers()]
     shapes = [(t.requires_grad, t.dtype, None if is_lazy(t) else t.shape) for t in tensors]
     code = [getattr(function, "__code__", type(function)) for function in (job.step, job.loss)]
     source = member.data.source
-    rows = (id(source), job.order_seed) if source.batched else (job.batch_size, member.num_rows)
-    batches = (*rows, job.accumulate, job.precision, source.streamed)
-    return tuple(map(type, model.modules())), tuple(shapes), tuple(code), batches
+    reading = (
+        (id(source), job.order_seed, None, None) if source.batched else (None, None, job.batch_size, member.num_rows)
+    )
+    layers = tuple(map(type, model.modules()))
+    return layers, tuple(shapes), tuple(code), *reading, job.accumulate, job.precision, source.streamed
+
+
+def _describe_lone(kind: tuple[Hashable, ...], kinds: Iterable[tuple[Hashable, ...]]) -> str:
+    """Return the reason of a member that is the only one of its kind: in what the most similar other kind differs."""
+    differences = [
+        [name for name, a, b in zip(ASPECTS, kind, other, strict=True) if a != b]
+        for other in islice(kinds, MOST_KINDS)
+        if other != kind
+    ]
+    lone = "no other job is like it"
+    if not differences:
+        return lone
+    fewest = min(differences, key=lambda names: len(names))
+    return f"{lone}: the most similar one differs in {', '.join(fewest)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ def _divide(group: Group, order: Rows, shares: Sequence[float], common: int) -> 
     """Divide the units that not all workers have by shares. Without common units, each worker needs one of its own."""
     if group.size < len(shares) and not common:
         raise SplitError(
-            f"{len(shares)} workers, but {group.name} has {group.size} units ({group.kind}s): each worker needs one; "
-            f"use at most {group.size} workers, a larger {group.name}, or some overlap"
+            f"{len(shares)} workers, but layer {group.name!r} has {group.size} units ({group.kind}s): each worker "
+            f"needs one; use at most {group.size} workers, a larger layer, or some overlap"
         )
     number = counts(len(order), shares, least=0 if common else 1)
     return np.split(order, np.cumsum(number)[:-1].astype(np.int64))

@@ -6,7 +6,6 @@ import inspect
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.engine.planning.policy import Policy
-from shoal.errors import ShoalWarning, TuneError
+from shoal.errors import TuneError, warn
 from shoal.jobs.job import Job
 from shoal.reporting.callbacks import Callback
 from shoal.reporting.events import Event, Listener, Listeners
@@ -103,6 +102,10 @@ def tune(
     start = time.perf_counter()
     if events is not None and not callable(events):
         raise ValueError(f"events is {events!r}; pass a function that is given each shoal.Event")
+    if storage is None and study_name != "shoal":
+        raise TuneError(
+            f"study_name is {study_name!r}, and there is no storage; set storage='sqlite:///study.db', or leave it out"
+        )
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     spec = _make_spec(
         make_job, None if space is None else parse(space), metric, mode, max_epochs, make_scheduler(scheduler, eta),
@@ -173,7 +176,7 @@ def _make_spec(
     scheduler.check(goal)
     if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
         line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; "
-        warnings.warn(ShoalWarning(line + "use more epochs, or scheduler='none' with num_trials"), stacklevel=3)
+        warn(line + "use more epochs, or scheduler='none' with num_trials")
     jobs = Jobs(make_job, space, made_sampler, objectives.names, max_epochs)
     if isinstance(scheduler, PBT):
         goal = _with_changeable(goal, scheduler, jobs)

@@ -25,7 +25,7 @@ from shoal.utils.numpy_values import finite
 
 VERSION = 1
 """The version of the format."""
-PLAIN = ("params", "state", "bracket", "rung", "error", "attrs")
+PLAIN = ("params", "state", "bracket", "rung", "error", "attrs", "kept_epoch")
 
 
 class Journal:

@@ -203,7 +203,9 @@ class TrialSearch:
                     changed[number] = trial
             if rows and member.job.keep == "best":
                 best = kept_row(member.job, member.history)
-                trial.kept_epoch = None if best is None else int(best["epoch"])
+                kept_epoch = None if best is None else int(best["epoch"])
+                if kept_epoch != trial.kept_epoch:
+                    trial.kept_epoch, changed[number] = kept_epoch, trial
             if rows and len(self._metrics) > 1:
                 self._note_objectives(trial, member)
             state = self._state(trial, member)
