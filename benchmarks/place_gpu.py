@@ -29,23 +29,23 @@ import torch
 import torch.nn.functional as F
 
 import shoal
-from shoal.engine.runtime.processes import Child
+from shoal.engine.processes.child import Child
 from shoal.errors import describe
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.namespaces import Links, missing, shaped
 from shoal.evidence.reproduce.placement_networks import SHAPES
+from shoal.net.links import Address
 from shoal.place.placement import DATA_PARALLEL, Placement
 from shoal.place.training.api import train_placed
 from shoal.reporting.events import Event
 from shoal.settings import make_settings
-from shoal.split.net.links import Address
 from shoal.utils.torch_flags import torch_flags
 
 WAYS: dict[str, dict[str, Any]] = {"VGG-16": {"cut": "avgpool"}, "ResNet-50": {"mode": DATA_PARALLEL}}
 """What is run of each network, as arguments of `shoal.place`: the way that moves the fewest bytes."""
 CLASSES = 1000
 QUICK = {"rows": 16, "steps": 5, "limit": 60.0}
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def make_job(network: str, given: Any) -> shoal.Job:
@@ -76,12 +76,12 @@ def serve(network: str, placement: Placement, links: Links, given: Any, pipe: Co
     thread.join()
 
 
-def _train(network: str, placement: Placement, links: Links, given: Any, tell: Tell) -> dict[str, Any]:
+def _train(network: str, placement: Placement, links: Links, given: Any, log: Log) -> dict[str, Any]:
     def note(event: Event) -> None:
         if event.kind == "note":
-            tell(event.data["text"])
+            log(event.data["text"])
         elif event.kind == "turn":
-            tell(f"{event.data['batches']} steps in {event.data['seconds']:.1f} s")
+            log(f"{event.data['batches']} steps in {event.data['seconds']:.1f} s")
 
     settings = make_settings(given.device, None, given.threads, "auto", "1h", False, "fifo")
     (result,) = train_placed(

@@ -42,14 +42,14 @@ from torch import nn
 import shoal
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.namespaces import missing, shaped
+from shoal.net.links import Address
+from shoal.net.local_workers import LocalWorker, ending
 from shoal.place.api import place
 from shoal.place.placement import Placement, Sync
 from shoal.place.training.api import fork_workers, serve_job, serving, train_placed
 from shoal.place.training.members import Workers
 from shoal.place.training.roles import Built
 from shoal.settings import make_settings
-from shoal.split.net.launch import LocalWorker, ending
-from shoal.split.net.links import Address
 
 WORKERS = 4
 SYNCS: tuple[Sync, ...] = ("server", "allreduce", "sharded", "factors")

@@ -133,7 +133,7 @@ def trained(network: str, members: int, compile: bool) -> dict[str, Any]:
     """Train a pack on a GPU: the reserved peak of this process, and the seconds of a step."""
     import torch
 
-    from shoal.engine.runtime._timing import open_pack
+    from shoal.evidence.bench.timed_pack import open_pack
 
     pack = open_pack(jobs(network, members, GPU_STEPS, 64, "bf16"), "cuda:0", compile)
     pack.step(4)

@@ -29,11 +29,12 @@ from torch import nn
 
 import shoal
 from shoal.evidence.bench.stamp import stamp
+from shoal.net.local_workers import LocalWorker
 from shoal.split import IST, LocalSGD, train_split
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Task
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.launch import LocalWorker, fork_workers
+from shoal.split.net.launch import fork_workers
 
 WORKERS = 4
 
@@ -70,8 +71,8 @@ class Troubled:
         self.seconds: list[float] = []
         self.killed = self.stopped = 0
 
-    def roll(self, number: int) -> Sequence[Worker]:
-        return self.executor.roll(number)
+    def workers_of_round(self, number: int) -> Sequence[Worker]:
+        return self.executor.workers_of_round(number)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
         usual = statistics.median(self.seconds) if self.seconds else 0.1
@@ -100,15 +101,15 @@ class Troubled:
 
 
 def disturbed(job: shoal.Job, method: Method, kills: int) -> dict[str, Any]:
-    at_work = fork_workers(WORKERS, job, method, tell=lambda line: None)
-    spare = fork_workers(kills, job, method, tell=lambda line: None)
+    at_work = fork_workers(WORKERS, job, method, log=lambda line: None)
+    spare = fork_workers(kills, job, method, log=lambda line: None)
     everybody = [*at_work, *spare]
     when = set(random.Random(1).sample(range(1, method.rounds - 1), kills))
     try:
         with Distributed(job, method, workers=WORKERS) as executor:
             for worker in at_work:
                 worker.go(executor.address)
-            executor.roll(0)
+            executor.workers_of_round(0)
             troubled = Troubled(executor, at_work, spare, when)
             began = time.monotonic()
             result = train_split(job, method, troubled)
@@ -137,12 +138,12 @@ def disturbed(job: shoal.Job, method: Method, kills: int) -> dict[str, Any]:
 
 
 def undisturbed(job: shoal.Job, method: Method) -> tuple[float, float]:
-    workers = fork_workers(WORKERS, job, method, tell=lambda line: None)
+    workers = fork_workers(WORKERS, job, method, log=lambda line: None)
     try:
         with Distributed(job, method, workers=WORKERS) as executor:
             for worker in workers:
                 worker.go(executor.address)
-            executor.roll(0)
+            executor.workers_of_round(0)
             began = time.monotonic()
             result = train_split(job, method, executor)
             return result.history[-1]["accuracy"], time.monotonic() - began

@@ -58,7 +58,7 @@ def rounds(made: shoal.Job, subnets: int, local_steps: int, number: int) -> dict
     for executor in (Serial(made, method, subnets, "cuda"), Packed(made, method, subnets, "cuda")):
         state, took = State.of(method.model, {}, {}), []
         for place in range(number):
-            parts = method.parts(place, executor.roll(place))
+            parts = method.parts(place, executor.workers_of_round(place))
             tasks = [state.task(place, part, method.slices(part), moments=False, extras={}) for part in parts]
             torch.cuda.synchronize()
             start = time.perf_counter()

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from shoal.user_loop.pack import Pack as Pack
 
 # torch.cuda.is_available() then asks NVML and does not initialize CUDA, so that a forked process can use the GPU: see
-# shoal.engine.runtime.guard.
+# shoal.engine.processes.guard.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _HOME = {

@@ -14,10 +14,10 @@ class CallablePackage(ModuleType):
     function."""
 
     def __getattr__(self, name: str) -> Any:
-        home: dict[str, str] = self.__dict__["_HOME"]
-        if name not in home:
+        modules: dict[str, str] = self.__dict__["_HOME"]
+        if name not in modules:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(home[name]), name)
+        value = getattr(import_module(modules[name]), name)
         setattr(self, name, value)
         return value
 

@@ -19,7 +19,7 @@ from shoal.data import Pool
 from shoal.data.pool import batch_rows
 from shoal.engine.members.step import TARGETS, call_model, number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
-from shoal.engine.tiers.evaluate import Sheet, join_batches
+from shoal.engine.tiers.evaluate import ValidationTotals, join_batches
 from shoal.engine.tiers.stacked.forward import Forward
 from shoal.engine.tiers.unit import map_tensors
 from shoal.errors import JobError, NoSuchJob, ShoalError, describe
@@ -158,7 +158,7 @@ def evaluate(
         view = Pool(device).open(data, jobs[0].collate, batch_size)
     except JobError as error:
         raise JobError(*(f"evaluate: data {line}" for line in error.lines)) from None
-    sheets = [Sheet(job) for job in jobs]
+    all_totals = [ValidationTotals(job) for job in jobs]
     models = [job.model for job in jobs if isinstance(job.model, nn.Module)]
     computations = [Computation.validation(job, bool(job.metrics)) for job in jobs]
     with Forward(models, whats=computations, device=device) as forward:
@@ -168,12 +168,12 @@ def evaluate(
                 outputs = forward.each(batch)
             except Exception as error:
                 raise ShoalError(f"evaluate: a network raised {describe(error)} on a batch of the data") from error
-            for sheet, ((loss, logs), output) in zip(sheets, outputs, strict=True):
-                sheet.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, batch_rows(batch))
-                if sheet.job.metrics:
-                    sheet.outputs.append(output)
-                    sheet.targets.append(targets_of(batch))
-    return [_values(name, sheet) for name, sheet in zip(names, sheets, strict=True)]
+            for totals, ((loss, logs), output) in zip(all_totals, outputs, strict=True):
+                totals.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, batch_rows(batch))
+                if totals.job.metrics:
+                    totals.outputs.append(output)
+                    totals.targets.append(targets_of(batch))
+    return [_values(name, totals) for name, totals in zip(names, all_totals, strict=True)]
 
 
 def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
@@ -192,12 +192,12 @@ def _check_pairs(names: Sequence[str], jobs: Sequence[Job], batch: Any) -> None:
             )
 
 
-def _values(name: str, sheet: Sheet) -> dict[str, float]:
+def _values(name: str, totals: ValidationTotals) -> dict[str, float]:
     try:
-        values = sheet.values()
+        values = totals.values()
     except Exception as error:
         raise ShoalError(f"evaluate: a metric of {name!r} raised {describe(error)}") from error
-    if sheet.job.loss is no_loss:
+    if totals.job.loss is no_loss:
         del values["val_loss"]
     return {column.removeprefix("val_"): value for column, value in values.items()}
 

@@ -50,7 +50,7 @@ from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.optim.kinds import has_modes, learning_rate, needs_closure, set_mode
 from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode, in_eval_mode
-from shoal.engine.tiers.evaluate import Sheet
+from shoal.engine.tiers.evaluate import ValidationTotals
 from shoal.environment import environment
 from shoal.errors import describe_with_place
 from shoal.jobs.averaging import EMA, is_due
@@ -349,12 +349,12 @@ def _end_of_epoch(state: Training, val: View | None, complete: bool) -> None:
 
 
 def _validate(state: Training, val: View) -> dict[str, float]:
-    job, model, sheet = state.job, state.model, Sheet(state.job)
+    job, model, totals = state.job, state.model, ValidationTotals(state.job)
     forked = torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else [])
     with forked, restored(), _evaluation_weights(state), evaluating(model), autocast(job, state.device):
         for batch in val.feed(job.batch_size):
-            sheet.add(model, batch)
-        return sheet.values()
+            totals.add(model, batch)
+        return totals.values()
 
 
 def _apply(state: Training) -> None:

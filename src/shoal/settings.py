@@ -61,7 +61,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; Shoal runs on 'cpu' and 'cuda'")
     if chosen.type == "cuda":
-        if not torch.cuda.device_count():  # asks the driver without initializing CUDA, see `runtime.guard`
+        if not torch.cuda.device_count():  # asks the driver without initializing CUDA, see `processes.guard`
             raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device; use 'cpu' or 'auto'")
         current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         index = current if chosen.index is None else chosen.index

@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from shoal.cli.app import main
-from shoal.cli.target import load_target
+from shoal.cli.arguments import load_target
 
 FILE = """
 model = {{ use = "torch.nn:Linear", in_features = 2, out_features = 1 }}

@@ -173,7 +173,7 @@ def test_every_public_name_is_in_the_reference(name: str) -> None:
     assert re.search(rf"^(::: |    options: {{heading: ){re.escape(name)}}}?$", reference, re.M)
 
 
-OF_INTERFACES = {"check", "brackets", "until", "decide", "run", "roll"}
+OF_INTERFACES = {"check", "brackets", "until", "decide", "run", "workers_of_round"}
 """Methods of schedulers and executors, which their interfaces describe."""
 
 

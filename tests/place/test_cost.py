@@ -9,7 +9,7 @@ from tests.place.networks import chain
 from torch import nn
 
 from shoal.place.cost import CostModel, Transfer
-from shoal.place.devices import Cluster, Device, Handling, rows_for
+from shoal.place.devices import Cluster, Device, Overhead, rows_for
 from shoal.place.explanation import pays_below
 from shoal.place.graph import LayerGraph, trace_layers
 from shoal.place.links import Link
@@ -39,7 +39,7 @@ def cluster(workers: int = 4, rate: float = 100 * MBIT, server: float | None = N
         server=Device(memory=more.pop("server_memory", None)),
         link=link,
         server_link=Link(server, server) if server is not None else link,
-        handling=more.pop("handling", Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.0)),
+        overhead=more.pop("overhead", Overhead(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.0)),
         **more,
     )
 
@@ -121,9 +121,9 @@ def test_one_machine_where_the_link_is_slow_and_not_where_it_is_fast(graph: Laye
 
 def test_a_link_in_both_directions_at_once_is_slower(graph: LayerGraph) -> None:
     """An exchange among workers sends and receives at once, and so do several micro-batches; one goes up, then down."""
-    handling = Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.5)
+    overhead = Overhead(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.5)
     ideal, real = (
-        CostModel(graph, cluster(**more), [4] * 4, profile(graph, 0.0)) for more in ({}, {"handling": handling})
+        CostModel(graph, cluster(**more), [4] * 4, profile(graph, 0.0)) for more in ({}, {"overhead": overhead})
     )
     data_parallel = [next(a for a in m.alternatives() if a.mode == "data parallel") for m in (ideal, real)]
     assert data_parallel[1].seconds == pytest.approx(1.5 * data_parallel[0].seconds)
@@ -132,15 +132,15 @@ def test_a_link_in_both_directions_at_once_is_slower(graph: LayerGraph) -> None:
     assert server[1].seconds == pytest.approx(server[0].seconds)
     ideal, real = (
         CostModel(graph, cluster(**more), [4] * 4, profile(graph, 0.0), sync="server")
-        for more in ({}, {"handling": handling})
+        for more in ({}, {"overhead": overhead})
     )
     assert real.placed_at(graph.cuts[1], 1).seconds == pytest.approx(ideal.placed_at(graph.cuts[1], 1).seconds)
     assert real.placed_at(graph.cuts[1], 4).seconds > ideal.placed_at(graph.cuts[1], 4).seconds
 
 
 def test_one_machine_spends_time_on_each_parameter(graph: LayerGraph) -> None:
-    handling = Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.01)
-    ideal, real = (CostModel(graph, cluster(**more), [4] * 4, profile(graph)) for more in ({}, {"handling": handling}))
+    overhead = Overhead(message=0.0, exchange=0.0, step=0.0, parameter=0.01)
+    ideal, real = (CostModel(graph, cluster(**more), [4] * 4, profile(graph)) for more in ({}, {"overhead": overhead}))
     assert real.one_machine().seconds == pytest.approx(ideal.one_machine().seconds + 6 * 0.01)
 
 
@@ -188,7 +188,7 @@ def test_memory_limits_take_cuts_out(graph: LayerGraph) -> None:
 
 def test_messages_take_time_at_the_server(graph: LayerGraph) -> None:
     free = cluster()
-    busy = replace(free, handling=Handling(message=0.01, exchange=0.0, step=0.5, parameter=0.0))
+    busy = replace(free, overhead=Overhead(message=0.01, exchange=0.0, step=0.5, parameter=0.0))
     one, other = (
         CostModel(graph, c, [4] * 4, profile(graph), sync="server").placed_at(graph.cuts[1], 1) for c in (free, busy)
     )
@@ -240,13 +240,13 @@ def test_gradients_wait_for_the_others_of_their_bucket() -> None:
     assert in_buckets([None, LayerSync(way="server", up=1.0)], [0, 4], 10)[0] is None
 
 
-FREE = Handling(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.0)
+FREE = Overhead(message=0.0, exchange=0.0, step=0.0, parameter=0.0, both_ways=1.0)
 
 
 def test_small_gradients_do_not_overlap_with_the_backward_pass() -> None:
     """All gradients of this network fit into one bucket, which leaves when the last of them is made."""
     graph = trace_layers(chain(20, 40, 40, 5), torch.randn(4, 20))
-    model = CostModel(graph, cluster(rate=1 * MBIT, handling=FREE), [4] * 4, profile(graph), sync="allreduce")
+    model = CostModel(graph, cluster(rate=1 * MBIT, overhead=FREE), [4] * 4, profile(graph), sync="allreduce")
     made = next(other for other in model.alternatives() if other.mode == "data parallel")
     assert made.seconds == pytest.approx(made.worker_seconds + made.network_seconds)
 
@@ -255,7 +255,7 @@ def test_shards_must_be_clearly_faster_since_a_lost_worker_takes_their_state_alo
     graph = trace_layers(chain(20, 40, 40, 5), torch.randn(4, 20))
 
     def chosen(update: float) -> Any:
-        model = CostModel(graph, cluster(handling=FREE), [4] * 4, profile(graph, 0.001, update))
+        model = CostModel(graph, cluster(overhead=FREE), [4] * 4, profile(graph, 0.001, update))
         return model.placed_at(graph.cuts[2]).peer_sync
 
     assert chosen(1e-7) == "allreduce"  # 0.5 % slower

@@ -12,7 +12,7 @@ from torch import nn
 from shoal.errors import PlaceError
 from shoal.place._timing import LayerTimer, repeat_rows
 from shoal.place.graph import trace_layers
-from shoal.place.profile import LayerTimes, Profile, accompanied, estimate_profile, measure_profile
+from shoal.place.profile import LayerTimes, Profile, beside_busy_processes, estimate_profile, measure_profile
 
 
 def test_every_layer_has_times_and_the_network_is_left_alone() -> None:
@@ -51,11 +51,11 @@ def test_processes_that_compute_meanwhile_end_with_it() -> None:
         pids.append(os.getpid())
 
     before = children()
-    with accompanied(note, 2):
+    with beside_busy_processes(note, 2):
         pass
     assert not pids  # they have memory of their own
     assert children() <= before  # those of other tests may end meanwhile
-    times = measure_profile(graph, torch.randn(4, 30), rows=(4,), companions=1, budget=0.5)
+    times = measure_profile(graph, torch.randn(4, 30), rows=(4,), busy_processes=1, budget=0.5)
     assert times.forward(0, 4) > 0
 
 

@@ -14,7 +14,7 @@ import shoal
 from shoal.engine.members.member import Member
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callbacks, Ending, MemberView, ViewError
-from shoal.reporting.events import Listeners, happened
+from shoal.reporting.events import Listeners, new_event
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
 
@@ -199,11 +199,11 @@ def test_callbacks_that_only_watch_listen() -> None:
     callbacks = Callbacks([Watcher(lambda view: seen.append((view.status, view.epoch)))])
     assert not callbacks and callbacks.after(it) is None and seen == []
     listeners = Listeners(callbacks.listeners())
-    listeners(happened("start"))
-    listeners(happened("join", it, tier="stacked", unit=1, size=1))
-    listeners(happened("epoch", it, **it.history[-1]))
+    listeners(new_event("start"))
+    listeners(new_event("join", it, tier="stacked", unit=1, size=1))
+    listeners(new_event("epoch", it, **it.history[-1]))
     it.status = "done"
-    listeners(happened("leave", it, status="done"))
+    listeners(new_event("leave", it, status="done"))
     assert seen == [("running", 1), ("done", 1)]
 
 
@@ -211,7 +211,7 @@ def test_callbacks_that_only_watch_listen() -> None:
 def test_callbacks_that_only_watch_may_do_no_more(what: Any) -> None:
     listeners = Listeners(Callbacks([Watcher(what)]).listeners())
     with pytest.warns(shoal.ShoalWarning, match="Watcher raised ViewError: Watcher has only_watches set"):
-        listeners(happened("epoch", member()))
+        listeners(new_event("epoch", member()))
     assert not listeners
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.preparation.checks import prepare
-from shoal.reporting.events import KINDS, Event, JsonLines, Listeners, MembersRunning, happened
+from shoal.reporting.events import KINDS, Event, JsonLines, Listeners, MembersRunning, new_event
 
 
 def members(count: int = 2) -> list[Member]:
@@ -42,23 +42,23 @@ def test_an_event_as_one_line_of_json() -> None:
         "name": "job 1",
         "data": {"loss": "nan", "lr": 0.5, "time": 3.0, "n": 7, "inf": "-inf"},
     }
-    assert json.loads(happened("split", unit=3, reason="memory", sizes=(4, 4)).to_json())["data"]["sizes"] == [4, 4]
-    assert "member" not in happened("end").to_dict()
+    assert json.loads(new_event("split", unit=3, reason="memory", sizes=(4, 4)).to_json())["data"]["sizes"] == [4, 4]
+    assert "member" not in new_event("end").to_dict()
 
 
 def test_a_kind_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'epcoh'; use one of start, join"):
         Event("epcoh")
     for kind in KINDS:
-        assert happened(kind).kind == kind
+        assert new_event(kind).kind == kind
 
 
 def test_an_event_on_its_way_between_processes() -> None:
     here, there = members(), members()
-    sent = pickle.loads(pickle.dumps(happened("leave", here[1], status="done").to_wire()))
+    sent = pickle.loads(pickle.dumps(new_event("leave", here[1], status="done").to_wire()))
     got = Event.from_wire(sent, {member.index: member for member in there})
     assert got.member is there[1] and got.kind == "leave" and got.data == {"status": "done"}
-    assert Event.from_wire(happened("end").to_wire(), {}).member is None
+    assert Event.from_wire(new_event("end").to_wire(), {}).member is None
 
 
 def test_a_listener_that_raises_is_told_once_and_dropped() -> None:
@@ -72,7 +72,7 @@ def test_a_listener_that_raises_is_told_once_and_dropped() -> None:
     listeners = Listeners([lambda e: heard.append(e.kind), bad, lambda e: heard.append(e.kind.upper())])
     with pytest.warns(shoal.ShoalWarning, match=r"bad raised RuntimeError: no space left at the event 'start'") as told:
         for kind in ("start", "note", "end"):
-            listeners(happened(kind))
+            listeners(new_event(kind))
     assert len(told) == 1 and calls == ["start"]
     assert heard == ["start", "START", "note", "NOTE", "end", "END"]
     assert listeners and not Listeners()
@@ -83,14 +83,14 @@ def test_an_interrupt_is_no_listener_s_error() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Listeners([stop])(happened("start"))
+        Listeners([stop])(new_event("start"))
 
 
 def test_json_lines_come_at_once() -> None:
     stream = io.StringIO()
     write = JsonLines(stream)
     for kind in ("start", "end"):
-        write(happened(kind))
+        write(new_event(kind))
     assert [json.loads(line)["kind"] for line in stream.getvalue().splitlines()] == ["start", "end"]
 
 

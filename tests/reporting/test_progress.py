@@ -23,7 +23,7 @@ from shoal.engine.members.member import Member
 from shoal.preparation.checks import prepare
 from shoal.reporting import progress
 from shoal.reporting._tally import Tally, batches_at, done, length
-from shoal.reporting.events import Event, happened
+from shoal.reporting.events import Event, new_event
 from shoal.reporting.progress import Lines, Live, Notebook, Progress, line, picture, progress_for, rows
 
 X, Y = torch.zeros(30, 2), torch.zeros(30, 1)
@@ -45,23 +45,23 @@ class Clock:
 
 
 def join(member: Member, unit: Any = 1, tier: str = "stacked", **more: Any) -> Event:
-    return happened("join", member, tier=tier, unit=unit, size=1, **more)
+    return new_event("join", member, tier=tier, unit=unit, size=1, **more)
 
 
 def turn(count: int, batches: int, seconds: float = 1.0, unit: Any = 1, bytes: int | None = None) -> Event:
-    return happened("turn", unit=unit, tier="stacked", members=count, batches=batches, seconds=seconds, bytes=bytes)
+    return new_event("turn", unit=unit, tier="stacked", members=count, batches=batches, seconds=seconds, bytes=bytes)
 
 
 def epoch(member: Member, loss: float = 1.0) -> Event:
     member.epoch += 1
     member.step += -(-member.num_batches // member.job.accumulate)
     member.history.append({"epoch": member.epoch, "step": member.step, "loss": loss})
-    return happened("epoch", member, **member.history[-1])
+    return new_event("epoch", member, **member.history[-1])
 
 
 def leave(member: Member, status: str = "done") -> Event:
     member.status = status
-    return happened("leave", member, status=status, error=None, steps=member.step, seconds=0.0)
+    return new_event("leave", member, status=status, error=None, steps=member.step, seconds=0.0)
 
 
 def test_batches_of_a_step_with_a_smaller_last_group() -> None:
@@ -86,7 +86,7 @@ def test_epochs_and_ends_count_without_turns() -> None:
 def test_turns_move_a_pack_on_and_epochs_set_it_right() -> None:
     clock, (a, b) = Clock(), members()
     tally = Tally([a, b], clock)
-    for event in (happened("start", jobs=2, device="cpu", plan={"parts": []}), join(a), join(b), turn(2, 3)):
+    for event in (new_event("start", jobs=2, device="cpu", plan={"parts": []}), join(a), join(b), turn(2, 3)):
         tally(event)
     assert tally.share == pytest.approx(6 / 16) and tally.running == 2
     tally(turn(2, 1))
@@ -95,7 +95,7 @@ def test_turns_move_a_pack_on_and_epochs_set_it_right() -> None:
     assert tally.share == 0.5
     tally(turn(2, 1))
     a.step = b.step = 5
-    tally(happened("preempt", b, by="job 9"))
+    tally(new_event("preempt", b, by="job 9"))
     assert tally.running == 1 and len(tally.waiting) == 1 and tally.share == pytest.approx(10 / 16)
     tally(leave(a, "diverged"))
     assert not tally.packs and tally.counts == {"diverged": 1} and tally.left == 3
@@ -108,7 +108,7 @@ def test_speed_gain_memory_and_the_time_left() -> None:
     clock, (a, b) = Clock(), members(epochs=25)  # 100 batches each
     tally = Tally([a, b], clock)
     plan = {"parts": [{"members": [0, 1], "predicted": {"alone_seconds": 0.4, "memory_bytes": 3e6}}]}
-    for event in (happened("start", jobs=2, device="cpu", plan=plan), join(a), join(b)):
+    for event in (new_event("start", jobs=2, device="cpu", plan=plan), join(a), join(b)):
         tally(event)
     for _ in range(4):
         clock.now += 2.0
@@ -138,7 +138,7 @@ def test_the_time_left_weighs_members_by_what_they_cost() -> None:
             {"members": [1], "predicted": {"alone_seconds": 0.1}},
         ]
     }
-    tally(happened("start", jobs=2, device="cpu", plan=plan))
+    tally(new_event("start", jobs=2, device="cpu", plan=plan))
     tally(join(a, unit=1))
     clock.now += 1.0
     tally(turn(1, 50))  # half a second's worth in one second; left: half a second's and ten seconds' worth
@@ -150,7 +150,7 @@ def test_a_resumed_run_starts_from_what_is_done() -> None:
     tally = Tally([a, b, c])
     a.status, a.step, a.epoch = "done", 8, 2
     b.step, b.epoch = 4, 1
-    tally(happened("start", jobs=3, device="cpu", plan=None))
+    tally(new_event("start", jobs=3, device="cpu", plan=None))
     assert tally.ended == {0: "done"} and tally.share == pytest.approx(12 / 24)
     assert tally.worked == 0
 
@@ -160,9 +160,9 @@ def test_members_that_come_later_and_packs_that_split() -> None:
     tally = Tally([a, b])
     tally(join(a))
     tally(join(b))
-    tally(happened("note", late, text="a clone of job 0"))
+    tally(new_event("note", late, text="a clone of job 0"))
     assert len(tally.members) == 3 and tally.note == "job 2: a clone of job 0"
-    tally(happened("split", unit=1, reason="out of memory", sizes=[1, 1]))
+    tally(new_event("split", unit=1, reason="out of memory", sizes=[1, 1]))
     assert not tally.packs and len(tally.waiting) == 3
     tally(join(a, unit=2))
     tally(join(b, unit=3))
@@ -200,7 +200,7 @@ def test_sums_over_a_pack_are_those_over_its_members(data: st.DataObject) -> Non
             tally(join(member, unit=unit))
         elif what == "preempt" and i in homes:
             del homes[i]
-            tally(happened("preempt", member, by="x"))
+            tally(new_event("preempt", member, by="x"))
         elif what == "leave" and member.status == "running":
             homes.pop(i, None)
             left[i] = 0
@@ -208,12 +208,12 @@ def test_sums_over_a_pack_are_those_over_its_members(data: st.DataObject) -> Non
         elif what == "epoch" and member.status == "running":
             member.step = min(200, member.step + 1)
             left[i] = 200 - member.step
-            tally(happened("epoch", member, loss=0.0))
+            tally(new_event("epoch", member, loss=0.0))
         assert tally.left == sum(left.values())
         assert tally.running == len(homes) == sum(len(pack) for pack in tally.packs.values())
         for pack in tally.packs.values():
             pack.seconds_left(0.0)
-            assert all(pack.left[j] == left[j] and tally.home[j] is pack for j in pack.left)
+            assert all(pack.left[j] == left[j] and tally.unit_of[j] is pack for j in pack.left)
         assert len(tally.ended) == sum(m.status != "running" for m in crowd) == sum(tally.counts.values())
 
 
@@ -369,7 +369,7 @@ def test_an_event_costs_under_20_microseconds_among_ten_thousand_members() -> No
     told = Live(many, Console(file=io.StringIO(), force_terminal=True, width=100))  # type: ignore[arg-type]
     events = [join(member, unit=member.index // 100) for member in many]  # type: ignore[arg-type]
     events += [turn(100, 1, unit=unit) for unit in range(100)] * 100
-    events += [happened("epoch", member, loss=1.0) for member in many]  # type: ignore[arg-type]
+    events += [new_event("epoch", member, loss=1.0) for member in many]  # type: ignore[arg-type]
     with told:
         cost = math.inf
         for _ in range(3):

@@ -17,7 +17,7 @@ import shoal
 from shoal.engine.members.member import Member
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callbacks
-from shoal.reporting.events import Listeners, happened
+from shoal.reporting.events import Listeners, new_event
 from shoal.reporting.loggers import folder_name
 
 X, Y = torch.zeros(30, 2), torch.zeros(30, 1)
@@ -36,12 +36,12 @@ def epoch(listeners: Listeners, it: Member, **more: float) -> None:
     it.epoch += 1
     it.step += 4
     it.history.append({"epoch": it.epoch, "step": it.step, "loss": 1.0 / it.epoch, "lr": 0.1, "seconds": 1.0, **more})
-    listeners(happened("epoch", it, **it.history[-1]))
+    listeners(new_event("epoch", it, **it.history[-1]))
 
 
 def leave(listeners: Listeners, it: Member, status: str = "done") -> None:
     it.status = status
-    listeners(happened("leave", it, status=status))
+    listeners(new_event("leave", it, status=status))
 
 
 def listening(folder: Path) -> Listeners:

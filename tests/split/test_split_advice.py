@@ -9,11 +9,11 @@ import torch
 from tests.split.networks import make_job
 
 import shoal
+from shoal.net.link_speed import LinkSpeed
 from shoal.split import DataParallel
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net import _advice
 from shoal.split.net._advice import advise
-from shoal.split.net.links import LinkSpeed
 
 
 def test_losses_that_are_not_finite_come_with_advice() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shoal
 import shoal.split
-from shoal.engine.runtime import sharing
+from shoal.engine.processes import sharing
 from shoal.split import trainer
 
 X, Y = torch.randn(64, 6), torch.randint(3, (64,))

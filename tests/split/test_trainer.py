@@ -186,7 +186,7 @@ def test_the_history_and_the_report() -> None:
     lines: list[str] = []
     job = make_job(val=rows(40), metrics={"accuracy": accuracy}, epochs=6)
     method = LocalSGD(job, 2, 3)
-    result = train_split(job, method, Serial(job, method, 2), tell=lines.append, val_every=2)
+    result = train_split(job, method, Serial(job, method, 2), log=lines.append, val_every=2)
     assert [row["round"] for row in result.history] == [2, 4, 6, 8, 10, 12]
     assert {"epoch", "step", "loss", "val_loss", "accuracy", "bytes", "seconds"} <= result.history[0].keys()
     assert result.history[-1]["loss"] < result.history[0]["loss"]
@@ -233,7 +233,7 @@ def test_a_part_that_diverges_is_left_out() -> None:
     lines: list[str] = []
     method = LocalSGD(job, 3, 2)
     executor = Watched(job, method, 3)
-    result = train_split(job, method, executor, tell=lines.append)
+    result = train_split(job, method, executor, log=lines.append)
     assert result.status == "done" and result.split.lost == 2
     assert sum("part 1 was not finite" in line for line in lines) == 2
     assert all(torch.isfinite(t).all() for t in result.model.state_dict().values() if t.is_floating_point())
@@ -261,7 +261,7 @@ def test_a_lost_part_does_not_count() -> None:
     job = make_job(steps=4)
     method = LocalSGD(job, 2, 2)
     lines: list[str] = []
-    result = train_split(job, method, Losing(job, method, 2), tell=lines.append)
+    result = train_split(job, method, Losing(job, method, 2), log=lines.append)
     assert result.split.lost == 1 and any("part 1 was lost" in line for line in lines)
     assert result.status == "done"
 

@@ -55,8 +55,8 @@ def test_a_run_that_goes_on_equals_one_that_was_never_interrupted(
     def run(executor: type[Serial], out: Path | None, lines: list[str] | None = None) -> Result:
         job = job_of()
         method = make(job)
-        tell = None if lines is None else lines.append
-        return train_split(job, method, executor(job, method, 3), out=out, tell=tell, val_every=2)
+        log = None if lines is None else lines.append
+        return train_split(job, method, executor(job, method, 3), out=out, log=log, val_every=2)
 
     whole = run(Serial, None)
     with pytest.raises(KeyboardInterrupt):
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
         )
     lines: list[str] = []
     method = LocalSGD(job, 2, 2)
-    again = train_split(job, method, Serial(job, method, 2), out=tmp_path, tell=lines.append)
+    again = train_split(job, method, Serial(job, method, 2), out=tmp_path, log=lines.append)
     assert "round 3 of 6: resumed" in lines
     assert same_bits(again.model, shoal.split.local_sgd(job, 2, 2).model)
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.arguments import Limit, MeasuredDevice, NumbersAsJson, NumbersFile
 from shoal.cli.output import pick_precision, quick_settings, report
 
 NETWORKS = ("tiny", "mlp", "cnn", "gpt", "resnet", "lstm", "encoder", "mixed")
@@ -18,17 +19,17 @@ def bench(
     members: Annotated[int, typer.Option(min=1, help="Networks trained at once.")] = 32,
     precision: Annotated[str, typer.Option(help="bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU.")] = "auto",
     ways: Annotated[str, typer.Option(help="Of eager, captured, vmap, vmap-captured, shoal; with commas.")] = "all",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")] = "auto",
+    device: MeasuredDevice = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: as torch chooses.")] = 0,
     batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
     dropout: Annotated[
         float | None, typer.Option(help="Rate of dropout, of networks that have it: tiny, mlp, cnn, gpt, encoder.")
     ] = None,
-    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")] = 1800.0,
-    out: Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")] = None,
+    limit: Limit = 1800.0,
+    out: NumbersFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the bars into this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")] = False,
+    as_json: NumbersAsJson = False,
     quick: Annotated[bool, typer.Option(help="A few short rounds on little data, only to see that it runs.")] = False,
 ) -> None:
     """Measure Shoal against other ways to train many networks.
@@ -65,5 +66,5 @@ def bench(
         for name in networks or (NETWORKS if dropout is None else WITH_DROPOUT)
     ]
     report(
-        lambda tell: measure(specs, settings, tell), table, lambda path, result: draw(result, path), out, plot, as_json
+        lambda log: measure(specs, settings, log), table, lambda path, result: draw(result, path), out, plot, as_json
     )

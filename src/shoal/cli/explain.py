@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.target import TARGET_HELP, load_target
+from shoal.cli.arguments import TARGET_HELP, Device, load_target
 
 
 def explain(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
+    device: Device = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Time a few steps on copies, for the gain to expect.")
     ] = True,

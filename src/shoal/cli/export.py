@@ -64,18 +64,14 @@ def _chosen(results: "Results", job: str | None, best: str | None, mode: Any) ->
 
 
 def _builder(target: str) -> Any:
-    from shoal.errors import describe_with_place
-    from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
+    from shoal.cli.arguments import errors_of_code
+    from shoal.jobfile.importing import get_attribute, import_code
 
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise typer.BadParameter(f"--model is {target!r}; give MODULE:FUNCTION or FILE.py:FUNCTION")
-    try:
+    with errors_of_code(f"--model: importing {where!r}"):
         return get_attribute(import_code(where, Path.cwd()), name, where)
-    except NoSuchCode:
-        raise
-    except Exception as error:
-        raise ValueError(f"--model: importing {where!r} raised {describe_with_place(error)}") from error
 
 
 def _write(result: "Result", file: Path, shape: str | None, dtype: str | None) -> None:

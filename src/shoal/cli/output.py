@@ -1,9 +1,11 @@
-"""What commands show (one job's result, the reports of `shoal bench` and `shoal reproduce`), and checks of output
-files before long work."""
+"""What commands show (a result, a report, how to resume), and checks of output files before long work."""
 
 import json
 import os
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,23 @@ def show_result(result: "Result", as_json: bool, beside: dict[str, Any], missing
         typer.echo(f"\n{result.split if result.split is not None else missing}")
     if result.status in ("failed", "diverged"):
         raise typer.Exit(1)
+
+
+@contextmanager
+def saying_how_to_resume(out: str | None) -> Iterator[None]:
+    """Print what to do after Ctrl-C, if it is pressed inside this context."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"shoal: {_how_to_resume(out)}", file=sys.stderr)
+        raise
+
+
+def _how_to_resume(out: str | None) -> str:
+    if out is None:
+        return "nothing was saved, as there is no --out; with one, run the same command again to resume"
+    command = ["shoal", *sys.argv[1:]] if Path(sys.argv[0]).name in ("shoal", "__main__.py") else ["the same command"]
+    return f"saved in {out!r}; to resume: {shlex.join(command) if len(command) > 1 else command[0]}"
 
 
 def quick_settings() -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.arguments import FILE_ENDS, call_target, check_jobs, load_target, only_job
 from shoal.cli.output import check_picture, check_writable, show_result
-from shoal.cli.target import FILE_ENDS, call_target, check_jobs, load_target
 from shoal.utils.tables import say
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ PLANNING = (
     "cores", "batch_norm", "profile", "speed",
 )  # fmt: skip
 """Options that are arguments of `shoal.place`."""
+RUN_REFUSES = "is for planning; leave it out with --run, where the job's own batch is divided"
 
 
 def place(
@@ -91,22 +92,36 @@ def place(
     options = dict(locals())
     wanted = {name: options[name] for name in PLANNING} | {"measure": None if measure else False}
     if run or {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():  # torchrun does not need --run
-        planning = {"--batch-size": batch_size, "--out": out, "--picture": picture}
-        if (name := next((name for name, value in planning.items() if value is not None), None)) is not None:
-            raise typer.BadParameter(
-                f"{name} is for planning; leave it out with --run, where the job's own batch is divided"
-            )
-        run_placed(
+        _refuse({"--batch-size": batch_size, "--out": out, "--picture": picture}, RUN_REFUSES)
+        train_placed(
             target, wanted, placement=placement, folder=folder, device=device, patience=patience, progress=progress,
             as_json=as_json,
         )  # fmt: skip
-        return
-    given = next((name for name, value in (("--placement", placement), ("--folder", folder)) if value), None)
+    else:
+        _refuse({"--placement": placement, "--folder": folder}, "is for training; give it with --run")
+        print_placement(target, {**wanted, "device": device}, batch_size, out=out, picture=picture, as_json=as_json)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """Raise a usage error if one of these options was given."""
+    given = next((name for name, value in options.items() if value is not None), None)
     if given is not None:
-        raise typer.BadParameter(f"{given} is for training; give it with --run")
+        raise typer.BadParameter(f"{given} {why}")
+
+
+def print_placement(
+    target: str,
+    wanted: dict[str, Any],
+    batch_size: int | None,
+    *,
+    out: Path | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan, print the placement, and write its files. `wanted` are arguments of `plan`."""
     check_writable(out)
     check_picture(picture)
-    planned = plan(*load_network(target, workers), {**wanted, "device": device}, batch_size)
+    planned = plan(*load_network(target, wanted["workers"]), wanted, batch_size)
     if out is not None:
         planned.save(out)
     if picture is not None:
@@ -164,9 +179,7 @@ def network_of(jobs: "list[Job]", target: str, workers: str) -> tuple[Any, Any, 
     from shoal.place.training.roles import Built, Roles
     from shoal.preparation.checks import prepare
 
-    if len(jobs) != 1:
-        raise ValueError(f"{target} has {len(jobs)} jobs; a placement is of one: leave the others out")
-    (member,) = prepare(jobs, torch.device("cpu"))
+    (member,) = prepare([only_job(jobs, target, "placement")], torch.device("cpu"))
     built, given = Built(member, Roles(cut=1, ways={}, workers=1)), workers_of(workers)
     rows = max(1, built.job.batch_size // max(1, given if isinstance(given, int) else len(given)))
     sample = built.sample(member.data.take(0, min(rows, len(member.data))))
@@ -175,7 +188,7 @@ def network_of(jobs: "list[Job]", target: str, workers: str) -> tuple[Any, Any, 
     return member.model, sample, rows, "none" if plain else "adam" if "adam" in kind else "sgd"
 
 
-def run_placed(
+def train_placed(
     target: str,
     wanted: dict[str, Any],
     *,
@@ -191,21 +204,21 @@ def run_placed(
     Args:
         wanted: The options of `shoal place`.
     """
+    from shoal.net.torchrun import Torchrun
     from shoal.place.training.api import one_job, run_process, server_threads, train_job
     from shoal.settings import make_settings
-    from shoal.split.net.launch import Torchrun
 
     if not patience > 0:
         raise ValueError(f"--patience is {patience:g}; use seconds above 0")
     loaded = load_target(target)
     started = Torchrun.read()
     settings = make_settings(device, None, None, "auto", "60s", False, "fifo")
-    tell = say if progress and not as_json else None
+    log = say if progress and not as_json else None
     with loaded.placed():
         job = one_job(loaded.jobs)
         if started is None:
             planned = _plan(job, placement, wanted, settings.device, server_threads(settings))
-            results = train_job(job, planned, settings, out=folder, progress=tell is not None)
+            results = train_job(job, planned, settings, out=folder, progress=log is not None)
         else:
             if started.world < 2:
                 raise ValueError("torchrun started one process; a server and a worker are two: --nproc-per-node 2")
@@ -214,7 +227,7 @@ def run_placed(
                 wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)
                 server_plan = _plan(job, placement, wanted, settings.device, server_threads(settings, started))
             worker_results = run_process(
-                job, server_plan, settings, started, out=folder, progress=tell is not None, patience=patience, tell=tell
+                job, server_plan, settings, started, out=folder, progress=log is not None, patience=patience, log=log
             )
             if worker_results is None:
                 return

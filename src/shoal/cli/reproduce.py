@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.arguments import Limit, MeasuredDevice, NumbersAsJson, NumbersFile
 from shoal.cli.output import pick_precision, quick_settings, report
 
 reproduce = typer.Typer(
@@ -17,12 +18,8 @@ reproduce = typer.Typer(
     rich_markup_mode=None,
 )
 
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
-Limit = Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")]
 Data = Annotated[Path | None, typer.Option(help="A folder with mnist.npz; without it: scikit-learn's digits.")]
-Out = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw ours beside the published into this file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
 Quick = Annotated[bool, typer.Option(help="The smallest sizes, only to see that it runs.")]
 
 
@@ -43,11 +40,11 @@ def _root(ctx: typer.Context) -> None:
 def unifiednn(
     members: Annotated[int, typer.Option(min=1, help="Networks.")] = 8,
     epochs: Annotated[int, typer.Option(min=0, help="Epochs; 0: 20 on a GPU, 5 on a CPU.")] = 0,
-    device: Device = "auto",
+    device: MeasuredDevice = "auto",
     limit: Limit = 1200.0,
-    out: Out = None,
+    out: NumbersFile = None,
     plot: Plot = None,
-    as_json: AsJson = False,
+    as_json: NumbersAsJson = False,
     quick: Quick = False,
 ) -> None:
     """UnifiedNN: memory and time of many networks, one process each against Shoal."""
@@ -57,9 +54,9 @@ def unifiednn(
     chosen_device = str(pick_device(device))
     length = epochs or (20 if chosen_device.startswith("cuda") else 5)
 
-    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+    def measure(log: Callable[[str], None]) -> dict[str, Any]:
         some, few = (min(members, 2), 1) if quick else (members, length)
-        return paper.unifiednn(members=some, epochs=few, device=chosen_device, limit=limit, tell=tell)
+        return paper.unifiednn(members=some, epochs=few, device=chosen_device, limit=limit, log=log)
 
     report(measure, paper.table, _drawer(paper, "saved over one process per network"), out, plot, as_json)
 
@@ -71,13 +68,13 @@ def pack(
     ] = None,
     sizes: Annotated[str, typer.Option(help="How many to pack; with commas, of 2, 3 and 4.")] = "2,3,4",
     precision: Annotated[str, typer.Option(help="fp32 (as published) or bf16.")] = "fp32",
-    device: Device = "auto",
+    device: MeasuredDevice = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median is shown.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for both; 0: as torch chooses.")] = 0,
     limit: Limit = 1800.0,
-    out: Out = None,
+    out: NumbersFile = None,
     plot: Plot = None,
-    as_json: AsJson = False,
+    as_json: NumbersAsJson = False,
     quick: Quick = False,
 ) -> None:
     """Pack: gain over training one after the other, for 2, 3 and 4 networks in one step."""
@@ -98,14 +95,14 @@ def pack(
         **(quick_settings() if quick else {}),
     )
 
-    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+    def measure(log: Callable[[str], None]) -> dict[str, Any]:
         return paper.pack(
             settings,
             networks=networks or list(paper.TITLES),
             sizes=[int(size) for size in chosen_sizes],
             precision=pick_precision(precision, chosen_device),
             quick=quick,
-            tell=tell,
+            log=log,
         )
 
     report(measure, paper.table, _drawer(paper, "gain over sequential"), out, plot, as_json)
@@ -124,11 +121,11 @@ def hyperband(
         bool, typer.Option("--groupings", help="Also train one pack after another, formed by the paper's three rules.")
     ] = False,
     pack_size: Annotated[int, typer.Option(min=1, help="Trials of such a pack.")] = 8,
-    device: Device = "cpu",
+    device: MeasuredDevice = "cpu",
     limit: Limit = 1800.0,
-    out: Out = None,
+    out: NumbersFile = None,
     plot: Plot = None,
-    as_json: AsJson = False,
+    as_json: NumbersAsJson = False,
     quick: Quick = False,
 ) -> None:
     """Pack-aware Hyperband: a search packed, against the same search one trial at a time, and Optuna's Hyperband."""
@@ -146,9 +143,9 @@ def hyperband(
         device=str(pick_device(device)), data=None if data is None else str(data), pack_size=pack_size,
     )  # fmt: skip
 
-    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+    def measure(log: Callable[[str], None]) -> dict[str, Any]:
         ways = paper.installed_ways(ray=ray, groupings=groupings)
-        return paper.hyperband(scene, rounds=1 if quick else rounds, limit=limit, ways=ways, tell=tell)
+        return paper.hyperband(scene, rounds=1 if quick else rounds, limit=limit, ways=ways, log=log)
 
     report(measure, paper.table, _drawer(paper, "times faster than one at a time"), out, plot, as_json)
 
@@ -157,19 +154,19 @@ def hyperband(
 def sil(
     data: Data = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; the mean is shown.")] = 5,
-    device: Device = "cpu",
-    out: Out = None,
+    device: MeasuredDevice = "cpu",
+    out: NumbersFile = None,
     plot: Plot = None,
-    as_json: AsJson = False,
+    as_json: NumbersAsJson = False,
     quick: Quick = False,
 ) -> None:
     """SIL: a network cut in two parts that train separately, by labels or local heads, against ordinary training."""
     from shoal.evidence.reproduce import sil as paper
     from shoal.settings import pick_device
 
-    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+    def measure(log: Callable[[str], None]) -> dict[str, Any]:
         some = min(seeds, 2) if quick else seeds
-        return paper.sil(folder=data, seeds=some, device=str(pick_device(device)), quick=quick, tell=tell)
+        return paper.sil(folder=data, seeds=some, device=str(pick_device(device)), quick=quick, log=log)
 
     report(measure, paper.table, _drawer(paper, "accuracy"), out, plot, as_json)
 
@@ -188,9 +185,9 @@ def placement(
     steps: Annotated[int, typer.Option(min=3, help="Steps of each way; the median is shown.")] = 8,
     train: Annotated[bool, typer.Option("--train", help="Also say which accuracy the steps reach.")] = False,
     limit: Limit = 1200.0,
-    out: Out = None,
+    out: NumbersFile = None,
     plot: Plot = None,
-    as_json: AsJson = False,
+    as_json: NumbersAsJson = False,
     quick: Quick = False,
 ) -> None:
     """Layer placement: bytes and seconds over slow links, against a parameter server, DDP and one machine."""
@@ -213,8 +210,8 @@ def placement(
         for rate in ([] if links == "none" else ["500mbit"] if quick else links.split(","))
     ]
 
-    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
-        return paper.placement(cases, steps=3 if quick else steps, limit=limit, tell=tell, validates=train)
+    def measure(log: Callable[[str], None]) -> dict[str, Any]:
+        return paper.placement(cases, steps=3 if quick else steps, limit=limit, log=log, validates=train)
 
     report(measure, paper.table, paper.draw, out, plot, as_json)
 
@@ -231,10 +228,10 @@ def ist(
     settings: Annotated[
         Path | None, typer.Option(help="Take rates and trainings from this file of an earlier run, and time them.")
     ] = None,
-    device: Device = "cpu",
-    out: Out = None,
+    device: MeasuredDevice = "cpu",
+    out: NumbersFile = None,
     plot: Plot = None,
-    as_json: AsJson = False,
+    as_json: NumbersAsJson = False,
     quick: Quick = False,
 ) -> None:
     """IST: independent subnets over slow links, against local SGD and data parallel."""
@@ -254,7 +251,7 @@ def ist(
     )
     before = paper.earlier(settings) if settings is not None else None
 
-    def measure(tell: Callable[[str], None]) -> dict[str, Any]:
+    def measure(log: Callable[[str], None]) -> dict[str, Any]:
         return paper.compare(
             scene,
             seeds=range(min(seeds, 2) if quick else seeds),
@@ -262,7 +259,7 @@ def ist(
             link=None if link == "none" else link,
             device=str(pick_device(device)),
             before=before,
-            tell=tell,
+            log=log,
         )
 
     report(measure, paper.table, paper.draw, out, plot, as_json)

@@ -3,17 +3,13 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from shoal.cli.arguments import TARGET_HELP, CheckpointEvery, load_target, only_job
 from shoal.cli.output import show_result
-from shoal.cli.target import TARGET_HELP, load_target
 from shoal.utils.tables import say
-
-if TYPE_CHECKING:
-    from shoal import Job
-
 
 SETTINGS = (
     "method", "workers", "local_steps", "overlap", "recovery", "layers", "shares", "scale", "moments", "cuts",
@@ -72,7 +68,7 @@ def split(
     patience: Annotated[float, typer.Option(help="Seconds to wait for a coordinator that cannot be reached.")] = 60.0,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...; by default cpu.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoints; run the same command to resume.")] = None,
-    checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
+    checkpoint_every: CheckpointEvery = None,
     link: Annotated[
         str | None, typer.Option(help="Speed of a worker's link for the advice, as 100Mbit; by default measured.")
     ] = None,
@@ -90,21 +86,21 @@ def split(
     """
     options = dict(locals())
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that looking for a GPU does not prevent forking
-    from shoal.split.net.run import Place, Run
+    from shoal.split.net.run import DistributedSplit, ProcessRole
 
     loaded = load_target(target)
-    role = Place(coordinator=coordinator, join=join, local=local, shard=shard)
-    run = Run(
-        job=_only(loaded.jobs, target),
+    role = ProcessRole(coordinator=coordinator, join=join, local=local, shard=shard)
+    run = DistributedSplit(
+        job=only_job(loaded.jobs, target, "split"),
         given={name: options[name] for name in SETTINGS if options[name] is not None},
-        place=role,
+        role=role,
         device=device or "cpu",
         out=str(out) if out is not None else loaded.settings.get("out"),
         checkpoint_every=checkpoint_every or loaded.settings.get("checkpoint_every", "60s"),
         deadline=deadline,
         patience=patience,
         link=link,
-        tell=say if progress or (progress is None and not as_json) else None,
+        log=say if progress or (progress is None and not as_json) else None,
     )
     with loaded.placed():
         if explain:
@@ -114,9 +110,3 @@ def split(
         result = run.go()
     if result is not None:
         show_result(result, as_json, {"split": result.split.to_dict() if result.split is not None else None})
-
-
-def _only(jobs: "list[Job]", target: str) -> "Job":
-    if len(jobs) != 1:
-        raise ValueError(f"{target} has {len(jobs)} jobs; a split is of one: leave the others out")
-    return jobs[0]

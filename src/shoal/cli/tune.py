@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.train import how_to_resume
+from shoal.cli.arguments import CheckpointEvery, Deterministic, Device, Memory, Progress, errors_of_code
+from shoal.cli.output import saying_how_to_resume
 
 MISSING = object()
 
@@ -31,22 +32,15 @@ def tune(
     seed: Annotated[int | None, typer.Option(help="Seed of the search; each job has its own.")] = None,
     storage: Annotated[str | None, typer.Option(help="An Optuna storage, such as sqlite:///study.db.")] = None,
     study_name: Annotated[str | None, typer.Option(help="The study's name in the storage.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = None,
+    device: Device = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the study and its weights; run the same command to resume.")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory limit, such as 20GB; by default 90 % of free memory.")
-    ] = None,
-    checkpoint_every: Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")] = None,
+    memory: Memory = None,
+    checkpoint_every: CheckpointEvery = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    deterministic: Annotated[
-        bool | None,
-        typer.Option("--deterministic/--no-deterministic", help="Only kernels that give the same bits every time."),
-    ] = None,
-    progress: Annotated[
-        bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
-    ] = None,
+    deterministic: Deterministic = None,
+    progress: Progress = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print events as JSON, one object per line; the last one is the study.")
     ] = False,
@@ -82,15 +76,10 @@ def load_search(file: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return a file's make_job, space and settings, or raise a ValueError if it is not a search."""
     if not file.endswith(".py"):
         raise ValueError(f"{file!r} is not a Python file; name one with make_job and space: search.py")
-    from shoal.errors import describe_with_place
-    from shoal.jobfile.importing import NoSuchCode, import_code
+    from shoal.jobfile.importing import import_code
 
-    try:
+    with errors_of_code(repr(file)):
         module = import_code(file, Path.cwd())
-    except NoSuchCode:
-        raise
-    except Exception as error:
-        raise ValueError(f"{file!r} raised {describe_with_place(error)}") from error
     make_job, settings = getattr(module, "make_job", MISSING), getattr(module, "settings", {})
     if make_job is MISSING:
         raise ValueError(f"{file!r} has no make_job; define make_job(params), which returns a shoal.Job")
@@ -112,8 +101,5 @@ def _tune(make_job: Any, space: Any, settings: dict[str, Any], as_json: bool) ->
         raise ValueError("max_epochs is not set; add --max-epochs 81, or settings = {'max_epochs': 81} to the file")
     if as_json:
         settings["events"] = JsonLines(sys.stdout)
-    try:
+    with saying_how_to_resume(settings.get("out")):
         return tune(make_job, space, **settings)
-    except KeyboardInterrupt:
-        print(f"shoal: {how_to_resume(settings.get('out'))}", file=sys.stderr)
-        raise

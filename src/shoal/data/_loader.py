@@ -61,7 +61,7 @@ class Loader:
         loader, pins = self.loader, self.loader.pin_memory and self.device.type != "cpu"
         if loader.persistent_workers or loader.pin_memory != pins:
             # persistent workers would continue with the random states of the previous epoch; pinning memory would use
-            # the GPU, which this process may have to avoid: see `engine/runtime/guard.py`
+            # the GPU, which this process may have to avoid: see `engine/processes/guard.py`
             loader = copy.copy(loader)
             loader.__dict__.update(persistent_workers=False, _iterator=None, pin_memory=pins)
         for part in _parts(loader):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shoal.engine.runtime.processes import apart
+from shoal.engine.processes.child import apart
 from shoal.errors import PlaceError
 from shoal.graphs.calls import rows_of
 from shoal.place.cost import CostModel
@@ -105,21 +105,8 @@ def place(
     graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
     _check_trains(graph)
     rows = _rows(batch_size, sample, cluster)
-    worker_profile, server = _given_profiles(profile)
-    if worker_profile is None:
-        threads = None if cores is None else 1  # workers that share a CPU have a thread each
-        make_profile = partial(_profile, graph, sample, rows, measure, speed)
-        worker_profile = make_profile(device, threads)
-        if worker_profile.measured and cores is not None and cluster.size > 1:
-            beside = min(cluster.size, MOST_PER_CORE * cores) - 1
-            worker_profile, server = make_profile(device, threads, beside), worker_profile
-        on_gpu = worker_profile.measured and worker_profile.device != "cpu"
-        if on_gpu and server_speed == 1.0 and server_profile is None:
-            server = make_profile("cpu")
-        if isinstance(profile, str | os.PathLike):
-            _save(profile, worker_profile, server)
-    if server_profile is not None:
-        server = _given_profiles(server_profile, must_exist=True)[0]
+    make_profile = partial(_profile, graph, sample, rows, measure, speed)
+    worker_profile, server = _profiles(profile, server_profile, make_profile, cluster, device)
     if batch_norm not in ("joined", "own"):
         raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
     if sync not in (None, *SYNCS):
@@ -275,11 +262,40 @@ def _check_trains(graph: LayerGraph) -> None:
         )
 
 
+def _profiles(
+    profile: ProfileLike | None,
+    server_profile: ProfileLike | None,
+    make_profile: Callable[..., Profile],
+    cluster: Cluster,
+    device: str | torch.device,
+) -> tuple[Profile, Profile | None]:
+    """Return the times of a worker, and those of the server if they differ: as given, or timed here.
+
+    Args:
+        make_profile: `_profile` of this network; called with device, threads and the number of busy processes.
+    """
+    worker, server = _given_profiles(profile)
+    if worker is None:
+        threads = None if cluster.cores is None else 1  # workers that share a CPU have a thread each
+        worker = make_profile(device, threads)
+        if worker.measured and cluster.cores is not None and cluster.size > 1:
+            busy_processes = min(cluster.size, MOST_PER_CORE * cluster.cores) - 1
+            worker, server = make_profile(device, threads, busy_processes), worker
+        on_gpu = worker.measured and worker.device != "cpu"
+        if on_gpu and cluster.server.speed == 1.0 and server_profile is None:
+            server = make_profile("cpu")
+        if isinstance(profile, str | os.PathLike):
+            _save(profile, worker, server)
+    if server_profile is not None:
+        server = _given_profiles(server_profile, must_exist=True)[0]
+    return worker, server
+
+
 def _given_profiles(profile: ProfileLike | None, *, must_exist: bool = False) -> tuple[Profile | None, Profile | None]:
     """Return the given times of a worker, and those of the server if it has its own; None if they are not known.
 
     Args:
-        there: The file must exist.
+        must_exist: Whether a file that does not exist is an error.
     """
     if profile is None or isinstance(profile, Profile):
         return profile, None
@@ -316,13 +332,13 @@ def _profile(
     speed: float,
     device: str | torch.device,
     threads: int | None = None,
-    companions: int = 0,
+    busy_processes: int = 0,
 ) -> Profile:
     """Time the layers at a worker's rows and at those of all workers, or estimate their times.
 
     Args:
         threads: Torch's threads on a CPU; None: those in use.
-        companions: See `measure_profile`.
+        busy_processes: See `measure_profile`.
     """
     if measure is None:
         measure = not any(p.is_meta for p in graph.model.parameters())
@@ -336,7 +352,7 @@ def _profile(
     chosen = pick_device(device)
     with torch_flags(torch.device("cpu"), threads):
         profile: Profile = apart(
-            partial(measure_profile, graph, sample, rows=counts, device=chosen, companions=companions)
+            partial(measure_profile, graph, sample, rows=counts, device=chosen, busy_processes=busy_processes)
         )
     return profile
 

@@ -168,7 +168,7 @@ class CostModel:
         sync, count = self._layer_sync(index, way), self.cluster.size
         update = self.profile.update_seconds * self.graph.layers[index].trained_bytes
         factor = {"server": 1 + SUM_SHARE * count, "sharded": 1 / count}.get(way, 1.0)
-        delay = sync.hops * self.cluster.link.latency / 2 + sync.handling
+        delay = sync.hops * self.cluster.link.latency / 2 + sync.overhead
         return sync.up + sync.compute + factor * update + delay
 
     def transfer(self, layer: Layer, way: Sync) -> Transfer:
@@ -203,7 +203,7 @@ class CostModel:
         link, server, count = self.cluster.link, self.cluster.server_link, self.cluster.size
         up, down = link.seconds_up(transfer.up), link.seconds_down(transfer.down)
         if transfer.peers:
-            return self.cluster.handling.both_ways * up, self.cluster.handling.both_ways * down
+            return self.cluster.overhead.both_ways * up, self.cluster.overhead.both_ways * down
         return max(up, server.seconds_up(count * transfer.up)), max(down, server.seconds_down(count * transfer.down))
 
     def _at_cut(self, cut: int, micro: int = 1) -> Transfer:
@@ -261,27 +261,27 @@ class CostModel:
         """Return the parts of a step, for `follow`."""
         layers, latency = self.graph.layers, self.cluster.link.latency
         forward, backward = self._worker_times(cut, micro)
-        crowding, count, handling = self.cluster.crowding, self.cluster.size, self.cluster.handling
+        crowding, count, overhead = self.cluster.crowding, self.cluster.size, self.cluster.overhead
         syncs = [self._layer_sync(i, ways[i]) if i in ways else None for i in range(cut)]
         held = {way: sum(layers[i].trained_bytes for i, w in ways.items() if w == way) for way in set(ways.values())}
         through_server = held.pop("server", 0)
         local = sum(held.values()) - held.get("sharded", 0) * (1 - 1 / self.cluster.size)
         server_update = self.server_profile.update_seconds / self.cluster.server.speed
         sent, applied = _count(layers, ways), _count(layers, [i for i, way in ways.items() if way != "server"])
-        each, placed = handling.parameter, cut < len(layers)
+        each, placed = overhead.parameter, cut < len(layers)
         cut_up, cut_down = self._seconds(self._at_cut(cut, micro)) if placed else (0.0, 0.0)
         if micro > 1:  # the next one's tensors go up while gradients come down
-            cut_up, cut_down = handling.both_ways * cut_up, handling.both_ways * cut_down
-        at_end = handling.step + 2 * count * handling.message  # for each worker its last message and its next task
-        around = (count - 1) * latency / 2 + handling.exchange
+            cut_up, cut_down = overhead.both_ways * cut_up, overhead.both_ways * cut_down
+        at_end = overhead.step + 2 * count * overhead.message  # for each worker its last message and its next task
+        around = (count - 1) * latency / 2 + overhead.exchange
         statistics = [max(self._seconds(t)) + around for t in self._statistics(cut)]
         return StepTimes(
-            micro_batches=micro, forward=forward + handling.message * crowding, backward=tuple(backward),
+            micro_batches=micro, forward=forward + overhead.message * crowding, backward=tuple(backward),
             syncs=in_buckets(syncs, [layer.trained_bytes for layer in layers[:cut]], BUCKET_BYTES),
-            server=self._server_time(cut, micro) + 2 * count * handling.message if placed else None,
+            server=self._server_time(cut, micro) + 2 * count * overhead.message if placed else None,
             cut_up=cut_up, cut_down=cut_down, statistics=tuple(statistics),
             worker_update=crowding
-            * (local * self.profile.update_seconds + handling.step + handling.message + each * (sent + applied)),
+            * (local * self.profile.update_seconds + overhead.step + overhead.message + each * (sent + applied)),
             server_update=server_update * sum(layer.trained_bytes for layer in layers[cut:])
             + each * _count(layers, range(cut, len(layers))),
             late_update=server_update * through_server * (1 + SUM_SHARE * count) + at_end
@@ -298,10 +298,10 @@ class CostModel:
             share = self.graph.layers[index].trained_bytes / BUCKET_BYTES if way != "factors" else 1.0
             compute = self._factor_seconds(index) if way == "factors" else 0.0
             busy = max(up, down) if transfer.peers else up
-            costs = self.cluster.handling
-            handling = share * self.cluster.crowding * (costs.exchange if transfer.peers else costs.message)
+            costs = self.cluster.overhead
+            overhead = share * self.cluster.crowding * (costs.exchange if transfer.peers else costs.message)
             self._syncs[index, way] = LayerSync(
-                way=way, up=busy, hops=share * hops[way], compute=compute, handling=handling
+                way=way, up=busy, hops=share * hops[way], compute=compute, overhead=overhead
             )
         return self._syncs[index, way]
 
@@ -309,7 +309,7 @@ class CostModel:
         """Return the cost of the whole batch on the best of the devices."""
         layers, rows = self.graph.layers, sum(self.rows)
         weights = sum(layer.trained_bytes for layer in layers)
-        overhead = self.cluster.handling.parameter * _count(layers, range(len(layers)))
+        overhead = self.cluster.overhead.parameter * _count(layers, range(len(layers)))
         memory, options = self._training_bytes(slice(None), rows, self.state_factor), []
         choices = [(self.profile, device) for device in self.cluster.workers]
         for profile, device in [*choices, (self.server_profile, self.cluster.server)]:

@@ -29,7 +29,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handling:
+class Overhead:
     """Seconds of overhead in a process besides layers and bytes. The defaults are those of the training's own code."""
 
     message: float = 1.5e-4
@@ -55,7 +55,7 @@ class Cluster:
     """The link of each worker."""
     server_link: Link
     """The link of the server, which everything that workers send to it passes. `up` is from the workers."""
-    handling: Handling = Handling()
+    overhead: Overhead = Overhead()
     cores: int | None = None
     """If all of these are processes of one machine, the cores that they share; None: separate machines."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.errors import PlaceError, SplitError
-from shoal.split.net.links import LinkSpeed
+from shoal.net.link_speed import LinkSpeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.engine.runtime.processes import Child
+from shoal.engine.processes.child import Child
 from shoal.engine.tiers.threads import threads_to_time
 from shoal.errors import PlaceError, describe
 from shoal.place._timing import LayerTimer, clock, time_layers
@@ -152,12 +152,12 @@ def measure_profile(
     rows: Sequence[int],
     device: torch.device | str = "cpu",
     budget: float = BUDGET,
-    companions: int = 0,
+    busy_processes: int = 0,
 ) -> Profile:
     """Time every layer on a device at these batch sizes; the sample's rows are repeated. The network is not changed.
 
     Args:
-        companions: The number of processes that compute the same meanwhile, as on a machine whose cores are shared.
+        busy_processes: The number of processes that compute the same meanwhile, as on a machine whose cores are shared.
     """
     target_device = torch.device(device)
     if any(tensor.is_meta for tensor in (*graph.model.parameters(), *graph.tensors_of(sample))):
@@ -170,7 +170,10 @@ def measure_profile(
     with flags, fork_rng, torch.enable_grad():
         try:
             measured = time_layers(
-                timer, sorted(set(rows)), budget, lambda batch: accompanied(partial(timer.whole, batch), companions)
+                timer,
+                sorted(set(rows)),
+                budget,
+                lambda batch: beside_busy_processes(partial(timer.whole, batch), busy_processes),
             )
         except Exception as error:
             raise PlaceError(f"the network does not run on {target_device} ({describe(error)})") from error
@@ -190,9 +193,9 @@ def measure_profile(
 
 
 @contextmanager
-def accompanied(compute: Callable[[], Any], companions: int) -> Iterator[None]:
+def beside_busy_processes(compute: Callable[[], Any], busy_processes: int) -> Iterator[None]:
     """Run so many forked processes that compute the same, again and again, inside this context."""
-    others = [Child(partial(_forever, compute)) for _ in range(companions)]
+    others = [Child(partial(_forever, compute)) for _ in range(busy_processes)]
     try:
         yield
     finally:

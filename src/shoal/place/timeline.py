@@ -23,7 +23,7 @@ class LayerSync:
     """Seconds; for a way among workers, those of the busier direction."""
     hops: float = 0.0
     """Its messages that wait for one another; a fraction if several layers are sent together."""
-    handling: float = 0.0
+    overhead: float = 0.0
     """Seconds of a worker to start it and to read the result."""
     compute: float = 0.0
     """Seconds of a worker after it has arrived: to multiply factors."""
@@ -59,7 +59,7 @@ def in_buckets(
 
 def _together(one: LayerSync, other: LayerSync) -> LayerSync:
     return LayerSync(
-        way=one.way, up=one.up + other.up, hops=one.hops + other.hops, handling=one.handling + other.handling,
+        way=one.way, up=one.up + other.up, hops=one.hops + other.hops, overhead=one.overhead + other.overhead,
         compute=one.compute + other.compute,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def _synchronise(step: StepTimes, clock: _Clock) -> None:
         clock.compute(seconds)
         if sync is None:
             continue
-        clock.compute(sync.handling)
+        clock.compute(sync.overhead)
         if sync.way == "server":
             clock.send_up(clock.worker, sync.up)
         elif sync.way == "allreduce":

@@ -18,7 +18,7 @@ from shoal.engine.members.ownership import build_model
 from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
-from shoal.engine.tiers.evaluate import Sheet, join_batches, measure, metric_columns
+from shoal.engine.tiers.evaluate import ValidationTotals, join_batches, measure, metric_columns
 from shoal.engine.tracing.rate_reads import noting_rate_reads
 from shoal.errors import JobError, ReadError, describe, describe_with_place
 from shoal.jobs.job import RESERVED, Job
@@ -341,7 +341,7 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
     job = member.job
     assert member.val is not None
     size = 1 if member.val.source.batched else min(job.batch_size, len(member.val))
-    model, sheet = _similar_model(member, built), Sheet(job)
+    model, totals = _similar_model(member, built), ValidationTotals(job)
     try:
         batch = member.val.take(0, size)
         if job.metrics:
@@ -354,16 +354,16 @@ def _metric_problems(member: Member, columns: set[str] | None = None, built: boo
         return [f"reading the first rows of val raised {describe(error)}; read them by themselves to see where"]
     try:
         with evaluating(model), autocast(job, member.device):
-            sheet.add(model, batch)
+            totals.add(model, batch)
     except Exception as error:
         rows = f"the first {size} rows" if not member.val.source.batched else "the first batch"
         return [f"validating on {rows} of val raised {describe_with_place(error)}; check val against data"]
     if columns:
-        columns |= {*sheet.sums, *metric_columns(job)}
+        columns |= {*totals.sums, *metric_columns(job)}
     lines = []
     for name, metric in job.metrics.items():
         try:
-            value = measure(metric, join_batches(sheet.outputs), targets_of(batch))
+            value = measure(metric, join_batches(totals.outputs), targets_of(batch))
             for each in value.values() if isinstance(value, Mapping) else [value]:
                 if not _is_number(each):
                     kind = "a tensor" if isinstance(each, Tensor) else "an array"

@@ -88,7 +88,7 @@ class Tally:
         self.worked = 0.0
         """The work of this run: batches of members, weighted by their predicted cost if it is known."""
         self.packs: dict[Any, UnitProgress] = {}
-        self.home: dict[int, UnitProgress] = {}
+        self.unit_of: dict[int, UnitProgress] = {}
         """The unit of each member that is running."""
         self.joins = False
         """Whether members have joined units."""
@@ -136,7 +136,7 @@ class Tally:
     @property
     def running(self) -> int:
         """The number of running members."""
-        return len(self.home)
+        return len(self.unit_of)
 
     def seconds_left(self) -> float:
         """Return the seconds until the end of the run, or NaN if that is unknown."""
@@ -174,7 +174,7 @@ class Tally:
         """Add a member, or update how far a resumed one has come."""
         index = member.index
         self.members.setdefault(index, member)
-        if index in self.home or index in self.ended:
+        if index in self.unit_of or index in self.ended:
             return
         self.waiting[index] = length(member) - done(member)
         if member.status != "running":
@@ -187,7 +187,7 @@ class Tally:
 
     def _leave_unit(self, index: int) -> int | None:
         """Remove a member from its unit, and return its remaining batches, or None if it was in no unit."""
-        pack = self.home.pop(index, None)
+        pack = self.unit_of.pop(index, None)
         if pack is None:
             return None
         left = pack.left.pop(index)
@@ -219,7 +219,7 @@ class Tally:
             self.alone[index] = alone
         if label not in self.packs:
             self.packs[label] = UnitProgress(label, data["tier"], Pace(self.clock()))
-        pack = self.home[index] = self.packs[label]
+        pack = self.unit_of[index] = self.packs[label]
         pack.left[index] = length(member) - done(member)
         pack.accumulate = member.job.accumulate
 
@@ -238,7 +238,7 @@ class Tally:
             self.losses[index] = data["loss"]
         if index in self.ended:
             return
-        pack = self.home.get(index)
+        pack = self.unit_of.get(index)
         table = self.waiting if pack is None else pack.left
         self.worked += (table.get(index, left) - left) * self.alone.get(index, self._usual)
         table[index] = left

@@ -74,10 +74,10 @@ class Event:
         return cls(kind, when, None if index is None else members[index], data)
 
 
-def happened(kind: str, member: Member | None = None, /, **data: Any) -> Event:
+def new_event(kind: str, member: Member | None = None, /, **data: Any) -> Event:
     """Return an event that happens now.
 
-    >>> happened("checkpoint", members=3, seconds=0.2).data
+    >>> new_event("checkpoint", members=3, seconds=0.2).data
     {'members': 3, 'seconds': 0.2}
     """
     return Event(kind, time.time(), member, data)

@@ -10,7 +10,7 @@ from shoal.engine.members.member import seeded
 from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.step import autocast, evaluating
 from shoal.engine.optim.gradients import clip_gradients
-from shoal.engine.tiers.evaluate import Sheet
+from shoal.engine.tiers.evaluate import ValidationTotals
 from shoal.jobs.job import Job
 from shoal.split.core.moments import load_moments, moments_of
 from shoal.split.core.parts import Tensors
@@ -20,14 +20,14 @@ from shoal.split.executors.local import set_rates
 
 def evaluate(job: Job, model: nn.Module, val: View, device: torch.device) -> dict[str, float]:
     """Return val_loss and metrics of a network over all validation rows, which are on the same device."""
-    sheet = Sheet(job)
+    totals = ValidationTotals(job)
     with seeded(job.seed, device), evaluating(model), autocast(job, device):
         for batch in val.feed(job.batch_size):
-            sheet.add(model, batch)
-        return sheet.values()
+            totals.add(model, batch)
+        return totals.values()
 
 
-class Follower:
+class MeanGradientOptimizer:
     """Steps the job's optimizer on the whole network with the mean of the gradients that parts send."""
 
     def __init__(self, job: Job, model: nn.Module, state: State) -> None:

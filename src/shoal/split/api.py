@@ -66,7 +66,7 @@ def train_by(kind: Any, job: Job, args: tuple[Any, ...], options: Mapping[str, A
     packed = run.tier == "packed" or (run.tier == "auto" and device.type == "cuda")
     executor = (Packed if packed else Serial)(job, method, method.num_workers, device)
     result = train_split(
-        job, method, executor, device=device, out=run.out, tell=say if run.progress else None,
+        job, method, executor, device=device, out=run.out, log=say if run.progress else None,
         val_every=run.val_every, checkpoint_every=run.checkpoint_every,
     )  # fmt: skip
     return result, method

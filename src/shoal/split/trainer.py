@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from shoal.engine.members.history import exact_sum
 from shoal.engine.members.member import open_data
 from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.planning.memory import free_bytes
+from shoal.engine.processes.sharing import threads_of_step
 from shoal.engine.python_state.module_modes import in_eval_mode
-from shoal.engine.runtime.sharing import threads_of_step
 from shoal.environment import environment
 from shoal.errors import SplitError
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
 from shoal.results import Result, Results
 from shoal.settings import parse_seconds
-from shoal.split._evaluation import Follower, evaluate
+from shoal.split._evaluation import MeanGradientOptimizer, evaluate
 from shoal.split.core.checks import check_count, shard_problems
 from shoal.split.core.memory import part_costs
 from shoal.split.core.method import Method, TaskExecutor, Worker
@@ -38,9 +38,8 @@ from shoal.split.core.report import Forecast, SplitReport, tensor_bytes
 from shoal.split.core.state import State, tensors_of
 from shoal.split.executors.local import diverged
 from shoal.storage.run_folder import RunFolder
+from shoal.utils.tables import Log
 from shoal.utils.torch_flags import torch_flags
-
-Tell = Callable[[str], None]
 
 
 def train_split(
@@ -50,7 +49,7 @@ def train_split(
     *,
     device: str | torch.device = "cpu",
     out: str | os.PathLike[str] | None = None,
-    tell: Tell | None = None,
+    log: Log | None = None,
     val_every: int | None = None,
     checkpoint_every: float | str = "60s",
 ) -> Result:
@@ -62,7 +61,7 @@ def train_split(
         executor: What trains them. If it has `moved`, that is the number of bytes it has sent and received so far.
         device: Where the whole network is evaluated.
         out: A run folder. Run the same split again to resume, however it ended before.
-        tell: Called with each line of progress.
+        log: Called with each line of progress.
         val_every: Rounds between two rows of the history; None means about `job.val_every` epochs.
         checkpoint_every: Seconds between checkpoints, if `out` is given.
     """
@@ -70,7 +69,7 @@ def train_split(
     shard_problems(member, method.shards)
     if val_every is not None:
         check_count("val_every", val_every)
-    run = _Run(method, executor, torch.device(device), tell or (lambda line: None), val_every)
+    run = _Run(method, executor, torch.device(device), log or (lambda line: None), val_every)
     run.save_every = parse_seconds(checkpoint_every)
     with RunFolder(Path(out)) if out is not None else nullcontext() as folder:
         settings = {"method": method.name, **method.settings}
@@ -87,14 +86,14 @@ class _Run:
     """A running split; `state()` returns everything that it needs to resume."""
 
     def __init__(
-        self, method: Method, executor: TaskExecutor, device: torch.device, tell: Tell, val_every: int | None
+        self, method: Method, executor: TaskExecutor, device: torch.device, log: Log, val_every: int | None
     ) -> None:
-        self.method, self.executor, self.device, self.tell = method, executor, device, tell
+        self.method, self.executor, self.device, self.log = method, executor, device, log
         self.member = method.member
         job = self.job = self.member.job
         self.index, self.name = 0, self.member.name
         self.tensors = State.of(
-            method.model, method.companions(), _initial_moments(job), _state_device(executor, method.model)
+            method.model, method.extra_tensors(), _initial_moments(job), _state_device(executor, method.model)
         )
         self.whole = copy.deepcopy(method.model).to(device)
         """The network that is evaluated, and that the result will have."""
@@ -110,7 +109,7 @@ class _Run:
         self.logs: dict[str, list[float]] = {}
         self.best: dict[str, Any] | None = None
         self.report = SplitReport(method=method.name, workers=0, tier=_tier(executor), rounds=method.rounds)
-        self.follower: Follower | None = None
+        self.mean_gradient_optimizer: MeanGradientOptimizer | None = None
         self.save_every = 60.0
         self._moved = 0
         self.val_every = val_every or self._rounds_per_row()
@@ -126,7 +125,9 @@ class _Run:
     def go(self, folder: RunFolder | None) -> None:
         """Train round after round; save first if interrupted."""
         if self.method.merge == "gradients":
-            self.follower = Follower(self.job, copy.deepcopy(self.method.model), self.tensors)
+            self.mean_gradient_optimizer = MeanGradientOptimizer(
+                self.job, copy.deepcopy(self.method.model), self.tensors
+            )
         saved = time.monotonic()
         try:
             with torch_flags(self.device, self._choose_threads()):
@@ -140,7 +141,7 @@ class _Run:
         except KeyboardInterrupt:
             if folder is not None:
                 folder.save(self)
-                self.tell(f"round {self.round} of {self.method.rounds}: saved; run the same command again to resume")
+                self.log(f"round {self.round} of {self.method.rounds}: saved; run the same command again to resume")
             raise
         if folder is not None:
             folder.save(self)
@@ -163,7 +164,7 @@ class _Run:
 
     def _round(self) -> None:
         """Train one round: distribute the parts, merge their outcomes, and add a row to the history if it is due."""
-        workers = self.executor.roll(self.round)
+        workers = self.executor.workers_of_round(self.round)
         if not workers:
             raise SplitError("there are no workers; a round needs at least one")
         parts = self.method.parts(self.round, workers)
@@ -182,11 +183,11 @@ class _Run:
         step = self.step
         self.step += max((part.steps for part in parts), default=0)
         if self.status == "running":
-            if self.follower is None:
+            if self.mean_gradient_optimizer is None:
                 self.tensors.commit(parts, returns, good)
             elif any(outcome is not None for outcome in good):
-                gradients = self.tensors.gradients(parts, returns, good, self.follower.trained)
-                self.follower.step(gradients, step, self._steps_per_epoch())
+                gradients = self.tensors.gradients(parts, returns, good, self.mean_gradient_optimizer.trained)
+                self.mean_gradient_optimizer.step(gradients, step, self._steps_per_epoch())
         self.method.see(self.round, parts, good)
         self._account(tasks, outcomes, time.perf_counter() - started)
         self.round += 1
@@ -199,10 +200,10 @@ class _Run:
         diverged_parts = []
         for part, outcome in zip(parts, outcomes, strict=True):
             if outcome is None:
-                self.tell(f"round {self.round + 1}: part {part.number} was lost; its weights stay as they were")
+                self.log(f"round {self.round + 1}: part {part.number} was lost; its weights stay as they were")
             elif diverged(outcome):
                 diverged_parts.append(part.number)
-                self.tell(
+                self.log(
                     f"round {self.round + 1}: part {part.number} was not finite at its step {len(outcome.losses)} or "
                     "before; it is left out, and its weights stay as they were"
                 )
@@ -263,7 +264,7 @@ class _Run:
             row |= evaluate(self.job, self.merged(), self.val, self.device)
         row |= {"bytes": self.report.bytes_measured, "seconds": self.report.seconds_measured}
         self.history.append(row)
-        self.tell(f"round {self.round} of {self.method.rounds}: " + _format(row))
+        self.log(f"round {self.round} of {self.method.rounds}: " + _format(row))
         best, stop = self.monitor.see(row)
         if best and self.job.keep == "best":
             self.best = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.tensors.items()}
@@ -324,7 +325,7 @@ class _Run:
         self.report = SplitReport(**state["report"])
         self.method.restore(state["method"])
         if self.status == "running":
-            self.tell(f"round {self.round} of {self.method.rounds}: resumed")
+            self.log(f"round {self.round} of {self.method.rounds}: resumed")
 
 
 _PLAIN = ("round", "step", "status", "error", "losses", "threads")
@@ -341,13 +342,13 @@ def _initial_moments(job: Job) -> dict[str, float]:
 def _state_device(executor: TaskExecutor, model: nn.Module) -> torch.device:
     """Return where the state is: on the device of local workers if weights and moments fit there twice, else on the
     CPU."""
-    device: torch.device = getattr(executor, "home", torch.device("cpu"))
+    device: torch.device = getattr(executor, "result_device", torch.device("cpu"))
     if device.type != "cuda":
         return device
     weights = sum(tensor.nbytes for tensor in tensors_of(model).values())
     if 8 * weights >= free_bytes(device):
         device = torch.device("cpu")
-        executor.home = device  # type: ignore[attr-defined]
+        executor.result_device = device  # type: ignore[attr-defined]
     return device
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+Log = Callable[[str], None]
+"""A function that is called with each line of progress, such as `say`."""
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0, 1, 2)) -> str:

@@ -251,11 +251,11 @@ def test_validation_reads_the_value_of_its_epoch() -> None:
 def joins(pack: list[shoal.Job], **settings: Any) -> tuple[shoal.Results, list[str]]:
     names: list[str] = []
 
-    def tell(event: Any) -> None:
+    def notify(event: Any) -> None:
         if event.kind == "join":
             names.append(event.member.name)
 
-    return shoal.train(pack, device="cpu", events=tell, **settings), names
+    return shoal.train(pack, device="cpu", events=notify, **settings), names
 
 
 def test_only_members_that_read_it_are_moved() -> None:

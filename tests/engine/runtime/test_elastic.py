@@ -131,7 +131,7 @@ def test_a_queue_longer_than_the_pack(seats: int, alone: list[Member]) -> None:
 def test_places_taken_away_and_given_back(policy: Policy, alone: list[Member]) -> None:
     told: list[Event] = []
     jobs = [replace(own, priority=i) for i, own in enumerate(MIXED)]
-    for ours, theirs in zip(run_jobs(jobs, 3, policy, tell=told.append), alone, strict=True):
+    for ours, theirs in zip(run_jobs(jobs, 3, policy, notify=told.append), alone, strict=True):
         assert_same(ours, theirs)
     if isinstance(policy, RoundRobin):
         assert sum(event.kind == "preempt" for event in told) > 5
@@ -177,7 +177,7 @@ def test_memory_that_is_full_sends_half_away_and_nothing_is_lost(alone: list[Mem
     members = prepare(MIXED, CPU)
     planning = Seats(members, timed=False)
     told: list[Event] = []
-    run = Run(members, planning, tell=told.append)
+    run = Run(members, planning, notify=told.append)
     limit, real = 5, planning.executor._turn
 
     def turn(unit: Any, batches: int) -> Any:
@@ -236,5 +236,5 @@ def test_a_state_goes_on_in_another_member_at_any_batch(alone: list[Member]) -> 
 
 def test_fifo_order() -> None:
     told: list[Event] = []
-    run_jobs([job(i, epochs=1) for i in range(6)], 1, Fifo(), tell=told.append)
+    run_jobs([job(i, epochs=1) for i in range(6)], 1, Fifo(), notify=told.append)
     assert [e.member.index for e in told if e.kind == "join" and e.member is not None] == list(range(6))

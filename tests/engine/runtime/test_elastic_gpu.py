@@ -54,11 +54,11 @@ class Seats(PlanningContext):
         return float(len(members))
 
 
-def run_jobs(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, tell: Any = None) -> list[Member]:
+def run_jobs(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None, notify: Any = None) -> list[Member]:
     members = prepare(jobs, torch.device("cuda", 0))
     planning = Seats(members, compile=False)
     planning.budget = seats
-    run = Run(members, planning, policy=policy, tell=tell)
+    run = Run(members, planning, policy=policy, notify=notify)
     run.turn_seconds = 1e-3
     run.go()
     return members
@@ -82,7 +82,7 @@ def test_a_queue_longer_than_the_pack(seats: int) -> None:
 
 def test_free_seats_are_taken_without_new_units() -> None:
     told: list[Event] = []
-    run_jobs([job(i, epochs=1 + i % 2) for i in range(12)], 4, tell=told.append)
+    run_jobs([job(i, epochs=1 + i % 2) for i in range(12)], 4, notify=told.append)
     joins = [event for event in told if event.kind == "join"]
     assert len(joins) == 12 and len({event.data["unit"] for event in joins}) < 12
 
@@ -94,7 +94,7 @@ def test_several_leave_and_join_at_once(kinds: bool) -> None:
     optimizers = [torch.optim.Adam, torch.optim.SGD, torch.optim.SGD, torch.optim.Adam]
     more = [{"optimizer": optimizers[(i + i // 6) % 4]} if kinds else {} for i in range(18)]
     jobs = [job(i, epochs=4 if i == 5 else 1 + i // 6, **more[i]) for i in range(18)]
-    for member in run_jobs(jobs, 6, tell=told.append):
+    for member in run_jobs(jobs, 6, notify=told.append):
         assert_as_solo(member)
     joins = [event.data["unit"] for event in told if event.kind == "join"]
     assert len(joins) == 18 and len(set(joins)) < 18
@@ -147,7 +147,7 @@ def test_memory_that_is_really_full() -> None:
     told: list[Event] = []
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1800e6) / total)
     try:
-        Run(members, planning, tell=told.append).go()
+        Run(members, planning, notify=told.append).go()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert [member.status for member in members] == ["done"] * 8, [member.error for member in members]

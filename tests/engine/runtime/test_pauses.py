@@ -50,7 +50,7 @@ class Script:
         self.members = {member.name: member for member in members}
         return members
 
-    def look(self, run: Run) -> None:
+    def update(self, run: Run) -> None:
         self.members |= {member.name: member for member in run.all_members}
         self.seen.append({name: member.epoch for name, member in self.members.items()})
         self.act(self, run)

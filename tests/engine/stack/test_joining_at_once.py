@@ -207,7 +207,7 @@ def test_a_run_lets_them_in_together(chunk: int, kinds: bool, monkeypatch: pytes
 
     monkeypatch.setattr(UnitRunner, "join", joining)
     monkeypatch.setattr(Chunk, "assign", assigning)
-    Run(members, planning, tell=events.append).go()
+    Run(members, planning, notify=events.append).go()
     assert joined == [5, 5] and assigned == ([1] * 10 if chunk == 1 else [5, 5])
     joins = [event for event in events if event.kind == "join"]
     assert [event.member.index for event in joins if event.member is not None][6:] == list(range(6, 16))
@@ -231,13 +231,13 @@ def test_nobody_gets_a_seat_that_is_promised(chunk: int) -> None:
     assert unit.accepts(sgd, [a, b]) and not unit.accepts(sgd, [sgd])
     planning = Seats(members, timed=False)
     planning.recipes |= {recipe.member.index: recipe for recipe in waits}
-    found = planning.seats([runner], members[5:])
+    found = planning.joinable_units([runner], members[5:])
     assert [recipe for _, recipe in found] == [sgd, a, b]
     runner.join([recipe for _, recipe in found])
     assert sorted(member.index for member in runner.members) == [0, 2, 5, 6, 7]
     for own in unit.chunks:
-        assert [recipe.member for recipe in own.stack.recipes] == own.seats
-    assert not planning.seats([runner], members[8:])
+        assert [recipe.member for recipe in own.stack.recipes] == own.by_row
+    assert not planning.joinable_units([runner], members[8:])
 
 
 def test_as_many_rows_as_are_best_and_no_more() -> None:
@@ -246,17 +246,13 @@ def test_as_many_rows_as_are_best_and_no_more() -> None:
     planning = PlanningContext(members, timed=False)
     planning._requests = {i: replace(own, most_rows=4, tier="stacked") for i, own in planning._requests.items()}
     unit = StackedUnit([planning.recipes[i] for i in range(2)], planning.trace_cache)
-    assert [recipe.member.index for _, recipe in planning.seats([UnitRunner(unit, UnitListener())], members[2:])] == [
-        2,
-        3,
-    ]
+    joining = planning.joinable_units([UnitRunner(unit, UnitListener())], members[2:])
+    assert [recipe.member.index for _, recipe in joining] == [2, 3]
     planning._requests[3] = replace(planning._requests[3], most_rows=3)
-    assert [recipe.member.index for _, recipe in planning.seats([UnitRunner(unit, UnitListener())], members[2:])] == [
-        2,
-        4,
-    ]
+    joining = planning.joinable_units([UnitRunner(unit, UnitListener())], members[2:])
+    assert [recipe.member.index for _, recipe in joining] == [2, 4]
     other = UnitRunner(StackedUnit([planning.recipes[6]], planning.trace_cache), UnitListener())
-    found = planning.seats([UnitRunner(unit, UnitListener()), other], members[2:6])
+    found = planning.joinable_units([UnitRunner(unit, UnitListener()), other], members[2:6])
     assert [(runner is other, recipe.member.index) for runner, recipe in found] == [
         (False, 2), (True, 3), (False, 4), (True, 5)
     ]  # fmt: skip

@@ -183,7 +183,7 @@ def ridden(jobs: Sequence[shoal.Job], seats: float, policy: Policy | None = None
     members, told, runners = prepare(jobs, CPU), list[Event](), list[int]()
     planning = Seats(members, timed=False)
     planning.budget = seats
-    run = Run(members, planning, policy=policy, tell=told.append, between=lambda: runners.append(len(run.runners)))
+    run = Run(members, planning, policy=policy, notify=told.append, between=lambda: runners.append(len(run.runners)))
     real = UnitRunner.next_batches
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(UnitRunner, "next_batches", lambda runner, seconds: real(runner, 1e-9))

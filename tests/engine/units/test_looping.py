@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from shoal.engine.processes.sharing import movable, predicted_seconds, processes_for
 from shoal.engine.proof import group
 from shoal.engine.recipes.recipe import TraceCache
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.sharing import movable, predicted_seconds, processes_for
 from shoal.engine.units import looping
-from shoal.engine.units.looping import Pilot, looped
+from shoal.engine.units.looping import StepTiming, looped
 from shoal.preparation.checks import prepare
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def test_long_lists_of_unlike_jobs_are_traced_to_be_shared_among_processes(monke
     planning = PlanningContext(long, may_loop=True, may_share=True)
     assert all(movable(member, planning) for member in long)
     assert {planning.request(member).tier for member in long} == {"serial"}
-    monkeypatch.setattr(looping, "_pilot", lambda member: Pilot(1.0, 0, 1e-6, False))
+    monkeypatch.setattr(looping, "_time_step", lambda member: StepTiming(1.0, 0, 1e-6, False))
     slow = PlanningContext(long, may_loop=True, may_share=True)
     steps = sum(looping.num_steps(member) for member in long)
     assert predicted_seconds(slow, long) == pytest.approx(steps), "by what a step takes, not by the size of the network"
@@ -166,4 +166,4 @@ def test_a_step_that_raises_in_its_backward_pass_is_left_to_training(monkeypatch
     ],
 )
 def test_the_gain_of_a_stack(seconds: float, nodes: int, members: int, steps: int, packed: bool) -> None:
-    assert (Pilot(seconds, nodes, 2.4e-6, reads=False).gain([steps] * members) > 0) is packed
+    assert (StepTiming(seconds, nodes, 2.4e-6, reads=False).gain([steps] * members) > 0) is packed

@@ -130,9 +130,9 @@ def test_shoal_is_opened_on_the_same_work(monkeypatch: pytest.MonkeyPatch) -> No
         seen.update(jobs=len(jobs), device=device)
         return Stand()
 
-    engine = ModuleType("shoal.engine.runtime._timing")
+    engine = ModuleType("shoal.evidence.bench.timed_pack")
     engine.open_pack = open_pack  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shoal.engine.runtime._timing", engine)
+    monkeypatch.setitem(sys.modules, "shoal.evidence.bench.timed_pack", engine)
     with opened("shoal", workload(TINY)) as way:
         way.step(7)
         assert way.losses() == [1.0, 2.0]

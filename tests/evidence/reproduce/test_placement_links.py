@@ -33,7 +33,7 @@ def test_the_summary_compares_what_was_measured() -> None:
 
 
 def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
-    result = paper.placement([], steps=3, limit=1.0, tell=lambda line: None)
+    result = paper.placement([], steps=3, limit=1.0, log=lambda line: None)
     ways = [{"way": "placed", "seconds": 1.0}, {"way": paper.DDP, "seconds": None}]
     result["results"] = [{"network": "VGG-16", "rows": 4, "rate": "100mbit", "ways": ways}]
     paper.draw(tmp_path / "ways.png", result)

@@ -17,12 +17,12 @@ import torch
 from tests.place.training.jobs import job_of, largest_difference, mlp, placement_of, rows
 
 import shoal
+from shoal.net.links import Link
 from shoal.place.training import members
 from shoal.place.training import run as run_module
 from shoal.place.training.api import train_placed
 from shoal.place.training.joining import Joining
 from shoal.settings import make_settings
-from shoal.split.net.links import Link
 
 SETTINGS = make_settings("cpu", None, None, "auto", "60s", False, "fifo")
 OFTEN = make_settings("cpu", None, None, "auto", 0.001, True, "fifo")
@@ -141,10 +141,10 @@ def test_a_worker_that_was_away_joins_again(tmp_path: Path, monkeypatch: pytest.
     job = job_of(mlp, rows(12), steps=200)
     acting = Acting(tmp_path, 4, partial(kill, number=signal.SIGSTOP))
     sizes: list[int] = []
-    take_in = Joining.take_in
+    admit = Joining.admit
 
     def note(self: Joining) -> None:
-        take_in(self)
+        admit(self)
         sizes.append(len(self.workers.live))
 
     def listen(event: shoal.Event) -> None:
@@ -152,7 +152,7 @@ def test_a_worker_that_was_away_joins_again(tmp_path: Path, monkeypatch: pytest.
         if event.kind == "note" and "lost worker" in event.data["text"]:
             kill([int((tmp_path / "1.pid").read_text())], 0, signal.SIGCONT)
 
-    monkeypatch.setattr(Joining, "take_in", note)
+    monkeypatch.setattr(Joining, "admit", note)
     (result,) = train_placed(job, placement_of(job, 4, sync), SETTINGS, events=listen, enter=acting.enter)
     assert min(sizes) == 2 and sizes[-1] == 3
     assert largest_difference(result, job) < 1e-9

@@ -12,11 +12,11 @@ from tests.place.networks import chain
 from tests.place.training.jobs import job_of, mlp, placement_of, rows
 
 import shoal
+from shoal.net.torchrun import Torchrun
 from shoal.place.profile import Profile, estimate_profile
 from shoal.place.training import api
 from shoal.place.training.api import server_threads, train_placed
 from shoal.settings import make_settings
-from shoal.split.net.launch import Torchrun
 
 CPU = make_settings("cpu", None, None, "auto", "60s", False, "fifo")
 GPU = replace(CPU, device=torch.device("cuda"))
@@ -65,8 +65,8 @@ def test_a_run_uses_them(settings: Any, threads: int) -> None:
 def test_the_plan_times_the_server_with_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[str, int, int]] = []
 
-    def measure(graph: Any, sample: Any, *, rows: Sequence[int], device: torch.device, companions: int) -> Profile:
-        timed.append((device.type, torch.get_num_threads(), companions))
+    def measure(graph: Any, sample: Any, *, rows: Sequence[int], device: torch.device, busy_processes: int) -> Profile:
+        timed.append((device.type, torch.get_num_threads(), busy_processes))
         speed = 1e9 if device.type == "cpu" else 1e12
         return replace(estimate_profile(graph, operations_per_second=speed), measured=True, device=device.type)
 

@@ -7,10 +7,10 @@ import threading
 
 from tests.place.training.jobs import job_of, mlp, placement_of, rows
 
+from shoal.net.links import Address
+from shoal.net.torchrun import Torchrun
 from shoal.place.training.api import run_process
 from shoal.settings import make_settings
-from shoal.split.net.launch import Torchrun
-from shoal.split.net.links import Address
 
 SETTINGS = make_settings("cpu", None, 1, "auto", "60s", False, "fifo")
 

@@ -103,7 +103,7 @@ def test_windows_smaller_than_an_epoch_read_the_same_rows(way: dict[str, Any]) -
 
 
 def task_of(way: SILMethod, role: str, **extras: Tensor) -> Task:
-    state = State.of(way.model, way.companions())
+    state = State.of(way.model, way.extra_tensors())
     part = Part(number=0, role=role, steps=3, seed=5)
     return state.task(0, part, way.slices(part), extras=extras)
 

@@ -53,9 +53,9 @@ class Between:
         self.executor, self.act = executor, act
         self.sizes: list[int] = []
 
-    def roll(self, number: int) -> Sequence[Worker]:
+    def workers_of_round(self, number: int) -> Sequence[Worker]:
         self.act(number)
-        found = self.executor.roll(number)
+        found = self.executor.workers_of_round(number)
         self.sizes.append(len(found))
         return found
 

@@ -39,7 +39,7 @@ def test_bytes_at_the_sockets_are_those_of_the_formula(name: str, codec: str) ->
     method = METHODS[name](job, 3)
     with local_workers(job, method, 3, codec=codec) as (executor, _):
         forecast = Forecast(method, partial(message_bytes, codec=CODECS[codec]))
-        predicted = forecast.all_rounds(executor.roll(0))
+        predicted = forecast.all_rounds(executor.workers_of_round(0))
         result = train_split(job, method, executor)
         measured = executor.traffic
     assert measured.sent == pytest.approx(predicted.sent, rel=0.02)

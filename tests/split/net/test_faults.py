@@ -16,14 +16,14 @@ from torch import nn
 
 import shoal
 from shoal.errors import SplitError
+from shoal.net.links import Address, Link, LinkLost, connect
+from shoal.net.messages import END, OUTCOME, TASK, Header, Message
 from shoal.split import LocalSGD, train_split
 from shoal.split.core.parts import Outcome
 from shoal.split.net._wire import to_message
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.handshake import describe_job
+from shoal.split.net.job_description import describe_job
 from shoal.split.net.launch import fork_workers, local_workers
-from shoal.split.net.links import Address, Link, LinkLost, connect
-from shoal.split.net.messages import END, OUTCOME, TASK, Header, Message
 from shoal.split.net.worker import serve_worker
 
 
@@ -72,7 +72,7 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 def test_a_worker_killed_in_its_step_costs_its_part_of_that_round(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 3, local_steps=4), list[str]()
-    with local_workers(job, method, 3, tell=lines.append) as (executor, local):
+    with local_workers(job, method, 3, log=lines.append) as (executor, local):
         between = Between(executor, lambda n: (tmp_path / "who").write_text(str(local[1].pid)) if n == 2 else None)  # type: ignore[arg-type]
         result = train_split(job, method, between)
     assert result.status == "done" and between.sizes == [3, 3, 3, 2, 2]
@@ -137,7 +137,7 @@ def test_all_are_lost_and_one_comes_back(tmp_path: Path) -> None:
     job = sick_job(tmp_path / "who", kill)
     method, lines = LocalSGD(job, 1, local_steps=4), list[str]()
     late = fork_workers(1, job, method)[0]
-    with local_workers(job, method, 1, tell=lines.append) as (executor, local):
+    with local_workers(job, method, 1, log=lines.append) as (executor, local):
 
         def act(number: int) -> None:
             if number == 1:
@@ -158,7 +158,7 @@ def test_nobody_comes() -> None:
         Distributed(job, method, workers=1, start_seconds=0.2) as executor,
         pytest.raises(SplitError, match=r"no worker came to 127.0.0.1:\d+ in 0.2 s; start one with `shoal split FILE"),
     ):
-        executor.roll(0)
+        executor.workers_of_round(0)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_worker_with_another_job_is_told_and_so_is_the_coordinator(
 ) -> None:
     job, wrong = a_job(steps=8), a_job(**{"steps": 8, **other})
     method, lines = LocalSGD(job, 2, local_steps=4), list[str]()
-    with local_workers(job, method, 1, others=1, tell=lines.append) as (executor, _):
+    with local_workers(job, method, 1, others=1, log=lines.append) as (executor, _):
         stranger = fork_workers(1, wrong, LocalSGD(wrong, 2, local_steps=4))[0]
         stranger.go(executor.address)
         result = train_split(job, method, executor)  # begins without it, at once: 60 s are not waited for
@@ -192,9 +192,9 @@ def test_a_worker_with_another_job_is_told_and_so_is_the_coordinator(
 def test_a_wrong_worker_that_comes_first_does_not_end_the_run() -> None:
     job, wrong = a_job(steps=8), a_job(steps=8, hparams={"lr": 0.5})
     method, lines = LocalSGD(job, 1, local_steps=4), list[str]()
-    stranger = fork_workers(1, wrong, LocalSGD(wrong, 1, local_steps=4), tell=lambda line: None)[0]
+    stranger = fork_workers(1, wrong, LocalSGD(wrong, 1, local_steps=4), log=lambda line: None)[0]
     right = fork_workers(1, job, method)[0]
-    with Distributed(job, method, workers=1, tell=lines.append) as executor:
+    with Distributed(job, method, workers=1, log=lines.append) as executor:
         stranger.go(executor.address)
         stranger.end(time.monotonic() + 20)
         assert "another job" in lines[0]
@@ -206,7 +206,7 @@ def test_a_wrong_worker_that_comes_first_does_not_end_the_run() -> None:
 def test_where_all_are_refused_the_run_ends() -> None:
     job, wrong = a_job(), a_job(hparams={"lr": 0.5})
     method = LocalSGD(job, 1)
-    stranger = fork_workers(1, wrong, LocalSGD(wrong, 1), tell=lambda line: None)[0]
+    stranger = fork_workers(1, wrong, LocalSGD(wrong, 1), log=lambda line: None)[0]
     with Distributed(job, method, workers=1, start_seconds=3.0) as executor:
         stranger.go(executor.address)
         with pytest.raises(SplitError, match=r"no worker could join in 3 s: worker .* has another job"):
@@ -301,14 +301,14 @@ def test_a_lost_coordinator_is_looked_for_and_then_given_up() -> None:
     executor = Distributed(job, method, workers=1)
 
     def lose() -> None:
-        executor.roll(0)
+        executor.workers_of_round(0)
         executor._workers[0].link.close()
         executor._admission.close()
 
     thread = threading.Thread(target=lose)
     thread.start()
     with pytest.raises(SplitError, match=r"lost the coordinator at .* and did not find it again in 0.5 s"):
-        serve_worker(job, method, executor.address, patience=0.5, tell=lines.append)
+        serve_worker(job, method, executor.address, patience=0.5, log=lines.append)
     thread.join()
     assert any("joining again, for 0.5 s" in line for line in lines)
 
@@ -319,7 +319,7 @@ def test_workers_hear_why_the_coordinator_ended() -> None:
     executor = Distributed(job, method, workers=1)
 
     def give_up() -> None:
-        executor.roll(0)
+        executor.workers_of_round(0)
         executor.close("the coordinator ended: disk full")
 
     thread = threading.Thread(target=give_up)
@@ -351,7 +351,7 @@ def test_rows_of_a_private_shard_stay_and_are_read() -> None:
     with Distributed(job, method, workers=2) as executor:
         for worker in private:
             worker.go(executor.address)
-        assert sorted(worker.shard for worker in executor.roll(0) if worker.shard is not None) == [0, 1]
+        assert sorted(worker.shard for worker in executor.workers_of_round(0) if worker.shard is not None) == [0, 1]
         result = train_split(job, method, executor)
     for worker in private:
         worker.end(time.monotonic() + 5)
@@ -363,7 +363,7 @@ def test_lost_link_raises_at_once() -> None:
     method = LocalSGD(job, 1)
     with Distributed(job, method, workers=1) as executor:
         link = connect(executor.address, {"name": "me", "job": describe_job(job, method)}, 5)
-        executor.roll(0)
+        executor.workers_of_round(0)
         link.cut()
         with pytest.raises(LinkLost, match="closed"):
             link.receive(60)

@@ -9,15 +9,17 @@ import torch
 from tests.split.net.jobs import a_job
 
 from shoal.errors import SplitError
+from shoal.net.deadline import Deadline
+from shoal.net.handshake import difference
+from shoal.net.link_speed import LinkSpeed
+from shoal.net.links import Address, Link, LinkLost, Traffic
+from shoal.net.messages import probe_message
+from shoal.net.torchrun import Torchrun
 from shoal.split import IST, LocalSGD
-from shoal.split.core.report import Traffic
 from shoal.split.net._advice import advise
-from shoal.split.net.deadline import Deadline
-from shoal.split.net.handshake import describe_job, difference
-from shoal.split.net.launch import Torchrun, local_workers
-from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed
-from shoal.split.net.messages import probe_message
-from shoal.split.net.run import Place
+from shoal.split.net.job_description import describe_job
+from shoal.split.net.launch import local_workers
+from shoal.split.net.run import ProcessRole
 from shoal.split.settings import Settings
 
 
@@ -99,7 +101,7 @@ def test_a_link_is_measured_through_the_pair() -> None:
     job = a_job(steps=5)
     method = LocalSGD(job, 1)
     with local_workers(job, method, 1) as (executor, _):
-        executor.roll(0)
+        executor.workers_of_round(0)
         before = executor.traffic
         speed = executor.probe()
         assert executor.traffic.sent - before.sent > 1 << 16
@@ -143,12 +145,12 @@ def test_places() -> None:
     started = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert Torchrun.read({}) is None
     assert Torchrun.read(started) == Torchrun(2, 4, Address("10.0.0.1", 29501))
-    assert Place(environment=started).worker_of == Address("10.0.0.1", 29501)
-    lead = Place(environment={**started, "RANK": "0"})
+    assert ProcessRole(environment=started).worker_of == Address("10.0.0.1", 29501)
+    lead = ProcessRole(environment={**started, "RANK": "0"})
     assert lead.worker_of is None and lead.address == Address("10.0.0.1", 29501) and lead.local_of(4) == 1
-    assert Place(environment={}).local_of(4) == 4 and Place(environment={}, local=2).local_of(4) == 2
-    assert Place(environment=started, coordinator="0.0.0.0:80").local_of(4) == 0
-    assert Place(environment=started, join="a:80").worker_of == Address("a", 80)
+    assert ProcessRole(environment={}).local_of(4) == 4 and ProcessRole(environment={}, local=2).local_of(4) == 2
+    assert ProcessRole(environment=started, coordinator="0.0.0.0:80").local_of(4) == 0
+    assert ProcessRole(environment=started, join="a:80").worker_of == Address("a", 80)
     with pytest.raises(SplitError, match="start this with torchrun"):
         Torchrun.read({**started, "RANK": "x"})
 

@@ -8,10 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.split.core.parts import Outcome, Part, Task, Tensors
-from shoal.split.net._codec import CODECS
-from shoal.split.net._wire import message_bytes, read_outcome, read_task, to_message
-from shoal.split.net.messages import (
+from shoal.net.messages import (
     END,
     HEADER_BYTES,
     RAISED,
@@ -22,6 +19,9 @@ from shoal.split.net.messages import (
     probe_message,
     text_message,
 )
+from shoal.split.core.parts import Outcome, Part, Task, Tensors
+from shoal.split.net._codec import CODECS
+from shoal.split.net._wire import message_bytes, read_outcome, read_task, to_message
 
 KEEP = torch.tensor([0, 3, 4, 9, 31])
 

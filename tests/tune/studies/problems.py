@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal import training
-from shoal.engine.runtime import lending
+from shoal.engine.processes import temporary_workers, training_run
 from shoal.tune import ASHA, PBT
 
 G = torch.Generator().manual_seed(11)
@@ -58,9 +57,11 @@ def tune(kind: str = "hyperband", **changes: Any) -> shoal.tune.Study:
 def share(setattr: Any = setattr) -> None:
     """Have studies train in two processes, also for little work, and where bits are compared."""
     os.environ["SHOAL_WORKERS"] = "2"
-    setattr(training._Work, "_may_share", property(lambda work: work.search is not None and work.search.shareable))
+    setattr(
+        training_run.TrainingRun, "_may_share", property(lambda work: work.search is not None and work.search.shareable)
+    )
     for name, seconds in (("LEAST_SECONDS", 0.0), ("SLICE_SECONDS", 0.05), ("ROUND_SECONDS", 0.01)):
-        setattr(lending, name, seconds)
+        setattr(temporary_workers, name, seconds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from tests.tune.studies import problems
 
 import shoal
-from shoal.engine.runtime import lending, sharing
+from shoal.engine.processes import sharing, temporary_workers, training_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -23,13 +23,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setenv("SHOAL_WORKERS", "2")
     problems.share(monkeypatch.setattr)
     loans: list[int] = []
-    begin = lending.Borrower.start
+    begin = temporary_workers.TemporaryWorker.start
 
-    def start(worker: lending.Borrower) -> bool:
+    def start(worker: temporary_workers.TemporaryWorker) -> bool:
         loans.append(len(worker.members))
         return begin(worker)
 
-    monkeypatch.setattr(lending.Borrower, "start", start)
+    monkeypatch.setattr(temporary_workers.TemporaryWorker, "start", start)
     return loans
 
 
@@ -66,8 +66,8 @@ def test_population_based_training_stays_in_one_process(started: list[int]) -> N
 def test_cores_that_become_free_are_used(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_WORKERS")
     answers = iter([1.0, 0.4, 1.8])
-    monkeypatch.setattr(lending, "free_cores", lambda count: next(answers, 2.0))
-    monkeypatch.setattr(lending, "LOOK_SECONDS", 0.0)  # also after a look that found none
+    monkeypatch.setattr(temporary_workers, "free_cores", lambda count: next(answers, 2.0))
+    monkeypatch.setattr(temporary_workers, "LOOK_SECONDS", 0.0)  # also after a look that found none
     monkeypatch.setattr(sharing, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(sharing, "usable_cores", lambda: 2)
     study = problems.tune("none")
@@ -86,16 +86,16 @@ def test_gradients_that_accumulate(started: list[int], monkeypatch: pytest.Monke
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_a_process_that_is_killed(deaths: int, started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one has its members from where they were lent; those of one that dies twice fail, and no others."""
-    left, worker_start = [deaths], lending.Borrower.start
+    left, worker_start = [deaths], temporary_workers.TemporaryWorker.start
 
-    def start(worker: lending.Borrower) -> bool:
+    def start(worker: temporary_workers.TemporaryWorker) -> bool:
         begun = worker_start(worker)
         if left[0] and begun and worker._child is not None:
             left[0] -= 1
             os.kill(worker._child.pid, signal.SIGKILL)
         return begun
 
-    monkeypatch.setattr(lending.Borrower, "start", start)
+    monkeypatch.setattr(temporary_workers.TemporaryWorker, "start", start)
     shared = problems.tune()
     monkeypatch.setenv("SHOAL_WORKERS", "1")
     alone = problems.tune()
@@ -115,5 +115,5 @@ def test_a_folder_holds_all_of_it(started: list[int], tmp_path: Path) -> None:
 
 def test_a_deterministic_study_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_WORKERS", "2")
-    monkeypatch.setattr(lending, "run_lending", None)
+    monkeypatch.setattr(training_run, "run_with_temporary_workers", None)
     assert problems.tune("none").epochs == 16

@@ -4,7 +4,7 @@
     total_bytes(costs, together)   -> what all of it takes at once
 
 No model, no device, no clock: costs come in as curves over the number of rows. A job's tier depends on that job alone
-(its request says which), never on its companions. Which jobs run now is decided by `queue.admit`, which asks
+(its request says which), never on the jobs beside it. Which jobs run now is decided by `queue.admit`, which asks
 `total_bytes` whether they fit.
 """
 

@@ -44,9 +44,8 @@ class Checkpointing:
         """Do not save an earlier member that had this member's index."""
         self._left = [other for other in self._left if other.index != member.index]
 
-    def save(self, runners: Iterable[UnitRunner], report: Callable[[int, float], None], *, now: bool = False) -> None:
-        """Save members that have left, and all running ones if it is time. `tell` is called with their number and the
-        seconds."""
+    def save(self, runners: Iterable[UnitRunner], report: Callable[..., None], *, now: bool = False) -> None:
+        """Save members that have left, and all running ones if it is time, and report it then."""
         if self._folder is None:
             return
         start = time.monotonic()
@@ -63,4 +62,4 @@ class Checkpointing:
         if members:
             self._folder.save_many(members)
         if due:
-            report(len(members), time.monotonic() - start)
+            report("checkpoint", members=len(members), seconds=time.monotonic() - start)

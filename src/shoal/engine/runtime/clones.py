@@ -71,7 +71,7 @@ def add_to(run: Run, member: Member) -> None:
         watch_state([member], run.planning.recipes)
     else:  # it ended in the earlier run
         run.all_members.append(member)
-        run.tell_leave(member)
+        run.report_leave(member)
 
 
 def warm(member: Member, source: Member) -> None:

@@ -30,17 +30,17 @@ class Supervisor(Protocol):
     """Decides during a run which members continue, as a search does.
 
     It is asked before the first round and after each one, in the run's own thread. A member with `pause_at` stops after
-    that epoch. If `look` neither changes its `pause_at` nor ends it in the same round, it gives up its place and is in
-    `run.paused` until `look` calls `run.unpause`.
+    that epoch. If `update` neither changes its `pause_at` nor ends it in the same round, it gives up its place and is
+    in `run.paused` until `update` calls `run.unpause`.
     """
 
-    def look(self, run: Run) -> None:
+    def update(self, run: Run) -> None:
         """Inspect the run and decide: set `pause_at`, or call `run.end`, `run.unpause`, `run.add`."""
 
 
 def supervise(run: Run, supervisor: Supervisor) -> None:
     """Let the supervisor decide. Members that it leaves at their pauses give up their places."""
-    supervisor.look(run)
+    supervisor.update(run)
     members = [*(member for runner in run.runners for member in runner.members), *run.waiting.values()]
     run.paused |= {m.index: m for m in run.take_out({m.index for m in members if m.pausing}, "pause")}
     assert run.waiting or run.runners or not run.paused, "members are paused and no supervisor decides about them"
@@ -121,9 +121,9 @@ class Controls:
     def listen(self, event: Event) -> None:
         """Handle the run's events: notify those who wait for a job to end."""
         if event.kind == "leave":
-            self._tell_of_an_end()
+            self._wake_waiting()
 
-    def _tell_of_an_end(self) -> None:
+    def _wake_waiting(self) -> None:
         with self._news:
             self._num_ends += 1
             self._news.notify_all()
@@ -144,7 +144,7 @@ class Controls:
             self._open = False
         while not self._commands.empty():
             self._commands.get()[1].set_exception(_too_late())
-        self._tell_of_an_end()
+        self._wake_waiting()
 
 
 def _idle(run: Run) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import nn
 
 from shoal.engine.members.member import Member
@@ -34,6 +33,7 @@ from shoal.engine.proof.group import Group, group, set_apart
 from shoal.engine.python_state.watch import Watch
 from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.runtime._renewal import Renewals
+from shoal.engine.runtime.plan_record import PlanRecord
 from shoal.engine.tiers.unit import Executor, Unit
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.units.build import build, in_step, requests, try_out
@@ -98,17 +98,18 @@ class PlanningContext:
             from shoal.engine.tiers.captured.executor import CapturedExecutor
 
             self.executor = CapturedExecutor()
-        self.plan = Plan(str(self.device), [], [], budget)
+        self.record = PlanRecord(self.device, budget, forms_changed)
         self.groups: list[Group] = []
         self.recipes: dict[int, Recipe] = {}
         self._requests: dict[int, Request] = {}
-        self._parts: dict[int, Part] = {}
-        """The parts of the plan, by the number of the unit's runner."""
         self.taken = 0
         """Bytes that are in use whatever runs: the data, and the device's libraries."""
-        self.forms: dict[int, str] = {}
-        """For a GPU: how each member was last run, by index: a tier, and whether it is compiled."""
         self.add(members)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run, as far as it was carried out."""
+        return self.record.plan
 
     def add(self, members: Sequence[Member]) -> None:
         """Trace, time and group more members."""
@@ -262,18 +263,20 @@ class PlanningContext:
 
     # --- units ------------------------------------------------------------------------------------------------------
 
-    def seats(self, runners: Sequence[UnitRunner], members: Sequence[Member]) -> list[tuple[UnitRunner, Recipe]]:
+    def joinable_units(
+        self, runners: Sequence[UnitRunner], members: Sequence[Member]
+    ) -> list[tuple[UnitRunner, Recipe]]:
         """Return which units these members may join together; members that may join none are left out."""
         joining: list[tuple[UnitRunner, Recipe]] = []
         for member in members:
             for runner in (runner for runner in runners if runner.members):
-                recipe = self.seat(runner, member, [other for target, other in joining if target is runner])
+                recipe = self.recipe_to_join(runner, member, [other for target, other in joining if target is runner])
                 if recipe is not None:
                     joining.append((runner, recipe))
                     break
         return joining
 
-    def seat(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
+    def recipe_to_join(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
         """Return the recipe with which a member may join a unit together with `beside`; None if it may not."""
         request, recipe, unit = self.request(member), self.recipes.get(member.index), runner.unit
         if recipe is None or (not self.gpu and request.tier != unit.tier):
@@ -299,7 +302,7 @@ class PlanningContext:
             for some_groups, compile in self._to_compile(groups):
                 new_parts, new_units = arrange(some_groups, self.trace_cache, compile, self.tiers)
                 parts, units = parts + new_parts, units + new_units
-            self._note_forms(units)
+            self.record.note_forms(units)
         else:
             parts = plan(self.request(member) for group in groups for member in group.members)
             units = build(parts, groups, self.trace_cache)
@@ -312,43 +315,12 @@ class PlanningContext:
         parts = ((indices - self.changed, self.compile), (indices & self.changed, self.compile is True))
         return [(_restricted(groups, part), compile) for part, compile in parts if part]
 
-    def _note_forms(self, units: Sequence[Unit]) -> None:
-        previous = dict(self.forms)
-        self.forms |= {member.index: unit.form for unit in units for member in unit.members}
-        if self.forms != previous and self._forms_changed is not None:
-            self._forms_changed(self.forms)
-
     def run_alone(self, member: Member, reason: str) -> Part:
         """Let a member train by itself from now on, and return its part of the plan."""
         self._drop({member.index})
         self.groups.append(Group([member], reason=reason))
         self._requests |= {request.index: request for request in requests(self.groups[-1:], exact=False)}
         return plan([self.request(member)])[0]
-
-    def add_part(self, runner: UnitRunner, part: Part) -> None:
-        """Add the part of a unit that starts to run."""
-        same_members = (p for p in self.plan.parts if p.tier == part.tier and set(p.members) == set(part.members))
-        existing = next(same_members, None)  # the same members, with another step
-        self._parts[runner.number] = existing or part
-        if existing is None:
-            self.plan.parts.append(part)
-
-    def add_to_part(self, runner: UnitRunner, member: Member) -> None:
-        """Add a member that has joined a unit to its part."""
-        part = self._parts[runner.number]
-        if member.index not in part.members:
-            part.members.append(member.index)
-            part.names.append(member.name)
-
-    def note_turn(self, runner: UnitRunner, seconds: float, batches: int) -> int | None:
-        """Add the cost of a turn to the plan, and return the bytes in use, if known."""
-        used = torch.cuda.max_memory_reserved(self.device) if self.gpu else None
-        part = self._parts.get(runner.number)
-        if part is not None and seconds > 0:
-            part.note(seconds, batches, used)
-        if self.gpu and any(self.forms.get(member.index) != runner.unit.form for member in runner.members):
-            self._note_forms([runner.unit])
-        return used
 
     def note_full_memory(self, members: Sequence[Member]) -> None:
         """Store that memory was full while these members ran, so that the next run plans fewer of them."""

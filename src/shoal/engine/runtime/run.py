@@ -20,7 +20,7 @@ from shoal.engine.runtime._checkpointing import Checkpointing
 from shoal.engine.runtime.commands import supervise
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Outcome, memory_message, out_of_memory
-from shoal.reporting.events import Event, happened
+from shoal.reporting.events import Listener, new_event
 from shoal.utils import garbage_collection
 from shoal.utils.interrupts import on_interrupt
 
@@ -42,11 +42,10 @@ class Run(UnitListener):
 
     def __init__(
         self, members: Sequence[Member], planning: PlanningContext, *, policy: Policy | None = None,
-        tell: Callable[[Event], None] | None = None, callbacks: Callbacks | None = None,
-        folder: RunFolder | None = None, save_every: float = 60.0, controls: Controls | None = None,
-        numbers: Iterator[int] | None = None, all_members: list[Member] | None = None,
-        before_turn: Callable[[dict[int, int]], object] | None = None, between: Callable[[], object] | None = None,
-        supervisor: Supervisor | None = None,
+        notify: Listener | None = None, callbacks: Callbacks | None = None, folder: RunFolder | None = None,
+        save_every: float = 60.0, controls: Controls | None = None, numbers: Iterator[int] | None = None,
+        all_members: list[Member] | None = None, before_turn: Callable[[dict[int, int]], object] | None = None,
+        between: Callable[[], object] | None = None, supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
         """Create a run of these members. Those that have not ended wait at first.
 
@@ -54,7 +53,7 @@ class Run(UnitListener):
             members: The members to train.
             planning: What is known about them.
             policy: Decides which members run first; by default in order of arrival.
-            tell: Called with each event.
+            notify: Called with each event.
             callbacks: The user's callbacks, called after each epoch and at each end.
             folder: Where members are saved, every `save_every` seconds.
             controls: Commands to the run while it is in progress.
@@ -71,7 +70,7 @@ class Run(UnitListener):
         """Members that wait until the supervisor lets them continue or ends them."""
         self.waiting = {m.index: m for m in members if m.status == "running"}
         self.runners: list[UnitRunner] = []
-        self._listener = tell
+        self._notify = notify
         self._queue = Queue(policy or Fifo())
         self.turn_seconds = min(TURN_SECONDS, save_every / 2) if folder is not None else TURN_SECONDS
         self.checkpointing = Checkpointing(folder, save_every, members)
@@ -157,25 +156,25 @@ class Run(UnitListener):
         """End a member that never ran. It is not saved as failed, so that a resume with more memory trains it."""
         member.status = "failed"
         self._queue.remove(member.index)
-        self.tell_leave(member)
+        self.report_leave(member)
 
     def _place(self, members: list[Member]) -> None:
         """Put members into existing units that accept them, or into new ones."""
-        joining = self.planning.seats(self.runners, members)
+        joining = self.planning.joinable_units(self.runners, members)
         for runner in {runner: None for runner, _ in joining}:
             runner.join([recipe for target, recipe in joining if target is runner])
         for runner, recipe in joining:
-            self.planning.add_to_part(runner, recipe.member)
-            self._tell_join(runner, recipe.member)
+            self.planning.record.add_member(runner, recipe.member)
+            self._report_join(runner, recipe.member)
         joined_indices = {recipe.member.index for _, recipe in joining}
         remaining = [member for member in members if member.index not in joined_indices]
         built = self._units(remaining) if remaining else []
         for unit, part in built:
             runner = UnitRunner(unit, self, next(self._numbers))
             self.runners.append(runner)
-            self.planning.add_part(runner, part)
+            self.planning.record.add(runner, part)
             for member in runner.members:
-                self._tell_join(runner, member)
+                self._report_join(runner, member)
         if built:
             garbage_collection.freeze()
 
@@ -190,9 +189,9 @@ class Run(UnitListener):
         self._memory_full(members, reason)
         return []
 
-    def _tell_join(self, runner: UnitRunner, member: Member) -> None:
+    def _report_join(self, runner: UnitRunner, member: Member) -> None:
         predicted = self.planning.predicted(member)
-        self._tell("join", member, tier=runner.unit.tier, unit=runner.number, size=len(runner.members), **predicted)
+        self._report("join", member, tier=runner.unit.tier, unit=runner.number, size=len(runner.members), **predicted)
 
     def _eject(self, indices: set[int]) -> None:
         self.waiting |= {member.index: member for member in self._give_up_places(indices, self._queue.policy.name)}
@@ -205,7 +204,7 @@ class Run(UnitListener):
             ejected += runner.eject(slots) if slots else []
         for member in ejected:
             self.checkpointing.note(member)
-            self._tell("preempt", member, by=by)
+            self._report("preempt", member, by=by)
         self.runners = [runner for runner in self.runners if runner.members]
         return ejected
 
@@ -236,12 +235,13 @@ class Run(UnitListener):
         """Give members that cannot train with the others any more their own units."""
         units = runner.separate()
         if units:
-            self._tell("split", unit=runner.number, reason=units[0][1], sizes=[len(runner.members), *[1] * len(units)])
+            sizes = [len(runner.members), *[1] * len(units)]
+            self._report("split", unit=runner.number, reason=units[0][1], sizes=sizes)
         for unit, reason in units:
             alone = UnitRunner(unit, self, next(self._numbers))
             self.runners.append(alone)
-            self.planning.add_part(alone, self.planning.run_alone(unit.members[0], reason))
-            self._tell_join(alone, unit.members[0])
+            self.planning.record.add(alone, self.planning.run_alone(unit.members[0], reason))
+            self._report_join(alone, unit.members[0])
         self.runners = [other for other in self.runners if other.members]
 
     def _record_turn(self, runner: UnitRunner, outcome: Outcome, done: int) -> None:
@@ -250,8 +250,8 @@ class Run(UnitListener):
         for member in runner.members:
             seconds_left = member.batches_left * runner.batch_seconds / max(1, len(runner.members))
             self._queue.add_device_time(member.index, share, seconds_left)
-        size = self.planning.note_turn(runner, outcome.seconds, done)
-        self._tell(
+        size = self.planning.record.note_turn(runner, outcome.seconds, done)
+        self._report(
             "turn", unit=runner.number, tier=runner.unit.tier, members=len(runner.members), batches=done,
             seconds=outcome.seconds, bytes=size,
         )  # fmt: skip
@@ -274,7 +274,7 @@ class Run(UnitListener):
         self._limit.lower(most, {self.planning.request(member).key for member in members})
         self.planning.note_full_memory(members)
         sizes = [half, len(members) - half] if half else [1, len(others)]
-        self._tell("split", unit=runner.number if runner is not None else None, reason=reason, sizes=sizes)
+        self._report("split", unit=runner.number if runner is not None else None, reason=reason, sizes=sizes)
         for member in members:
             self._queue.move(member.index, running=False, now=time.monotonic())
         if runner is None:
@@ -285,13 +285,13 @@ class Run(UnitListener):
 
     # --- events and checkpoints ---------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
-        if self._listener is not None:
-            self._listener(happened(kind, member, **data))
+    def _report(self, kind: str, member: Member | None = None, /, **data: Any) -> None:
+        if self._notify is not None:
+            self._notify(new_event(kind, member, **data))
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
         member = runner.members[slot]
-        self._tell("epoch", member, **member.history[-1])
+        self._report("epoch", member, **member.history[-1])
         return None if self.callbacks is None else self.callbacks.after(member, partial(runner.unit.write_back, [slot]))
 
     def left(self, runner: UnitRunner, slot: int) -> Ending | None:
@@ -303,21 +303,21 @@ class Run(UnitListener):
             self._ended(member)
             self._queue.remove(member.index)
         else:
-            self.tell_leave(member)
+            self.report_leave(member)
         return ending
 
     def _ended(self, member: Member) -> None:
         self._changed = True
         self.checkpointing.note(member)
-        self.tell_leave(member)
+        self.report_leave(member)
 
-    def tell_leave(self, member: Member) -> None:
-        self._tell("leave", member, status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
+    def report_leave(self, member: Member) -> None:
+        status, error = member.status, member.error
+        self._report("leave", member, status=status, error=error, steps=member.step, seconds=member.seconds)
 
     def save(self, *, now: bool = False) -> None:
         """Save members whose checkpoint is due, and those that have left their units."""
-        tell = lambda members, seconds: self._tell("checkpoint", members=members, seconds=seconds)  # noqa: E731
-        self.checkpointing.save(self.runners, tell, now=now)
+        self.checkpointing.save(self.runners, self._report, now=now)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 

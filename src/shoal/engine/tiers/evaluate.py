@@ -59,14 +59,14 @@ def _together(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, f
     for slot in slots if values is not None else ():
         model = unit.members[slot].model
         if any(own_train_methods(model)):  # they are called as if each were evaluated separately
-            with _blame(slot), evaluating(model):
+            with _errors_of(slot), evaluating(model):
                 pass
     return values
 
 
 def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]] | None:
     members = [unit.members[slot] for slot in slots]
-    sheets = [Sheet(member.job) for member in members]
+    all_totals = [ValidationTotals(member.job) for member in members]
     outputs: list[Any] = []
     targets: list[Any] = []
     for batch in view.feed(members[0].job.batch_size):
@@ -78,16 +78,16 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
             return None
         losses, logs = findings.losses.tolist(), {name: column.tolist() for name, column in findings.logs.items()}
         rows = batch_rows(batch)
-        for i, sheet in enumerate(sheets):
-            sheet.add_loss(losses[i], {name: numbers[i] for name, numbers in logs.items()}, rows)
+        for i, totals in enumerate(all_totals):
+            totals.add_loss(losses[i], {name: numbers[i] for name, numbers in logs.items()}, rows)
         if findings.outputs is not None:
             outputs.append(findings.outputs)
             targets.append(targets_of(batch))
     all_outputs, all_targets = (join_batches(outputs, dim=1), join_batches(targets)) if outputs else (None, None)
-    values = {slot: sheet.means() for slot, sheet in zip(slots, sheets, strict=True)}
+    values = {slot: totals.means() for slot, totals in zip(slots, all_totals, strict=True)}
     for i, (slot, member) in enumerate(zip(slots, members, strict=True)):
         if member.job.metrics:
-            with _blame(slot), draws(member, keep=False), autocast(member.job, member.device):
+            with _errors_of(slot), draws(member, keep=False), autocast(member.job, member.device):
                 own_targets = all_targets if len(slots) == 1 else cloned(all_targets)  # a metric may write to them
                 values[slot] |= _compute_metrics(member.job, member_output(all_outputs, i), own_targets)
     return values
@@ -96,7 +96,7 @@ def _all_at_once(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str
 def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str, float]]:
     """Evaluate each member's own model with its own random stream, which is restored for training."""
     unit.write_back(slots)
-    sheets = {slot: Sheet(unit.members[slot].job) for slot in slots}
+    all_totals = {slot: ValidationTotals(unit.members[slot].job) for slot in slots}
     twins = {slot: _with_own_stream(unit.members[slot]) for slot in slots}
     devices = {slot: _device_of(unit.members[slot].model) for slot in slots}
     try:
@@ -110,12 +110,12 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
                 for slot in slots:
                     # a step may write to its batch
                     own_batch = batch if len(slots) == 1 else cloned(batch)
-                    with _blame(slot), nullcontext() if once else _evaluating_member(twins[slot]):
-                        sheets[slot].add(twins[slot].model, own_batch)
+                    with _errors_of(slot), nullcontext() if once else _evaluating_member(twins[slot]):
+                        all_totals[slot].add(twins[slot].model, own_batch)
         values = {}
         for slot in slots:
-            with _blame(slot), _evaluating_member(twins[slot]):
-                values[slot] = sheets[slot].values()
+            with _errors_of(slot), _evaluating_member(twins[slot]):
+                values[slot] = all_totals[slot].values()
         unit.adopt_state(slots)
     finally:
         for slot, device in devices.items():
@@ -143,21 +143,16 @@ def _evaluating_member(member: Member) -> Iterator[None]:
         yield
 
 
-class _blame:
-    """Turns an exception inside this context into the slot's MemberError."""
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):
-            raise MemberError(self.slot, error) from error
+@contextmanager
+def _errors_of(slot: int) -> Iterator[None]:
+    """Turn an exception inside this context into the slot's MemberError."""
+    try:
+        yield
+    except Exception as error:
+        raise MemberError(slot, error) from error
 
 
-class Sheet:
+class ValidationTotals:
     """Accumulates one job's validation over batches."""
 
     def __init__(self, job: Job) -> None:

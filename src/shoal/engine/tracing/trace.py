@@ -184,8 +184,7 @@ class _Recording(nn.Module):
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
-        self.model = model
-        self.call = call
+        self.model, self.call = model, call
 
     def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         out = self.call(self.model, batch)
@@ -196,80 +195,99 @@ def _record(
     model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool
 ) -> tuple[Trace, Callable[[], bool]]:
     """Record the call. Also return a function that runs its Python code again to see if it makes the same calls."""
-    params = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
-    leaves, batch_spec = pytree.tree_flatten(batch)
-    inputs = [*params.values(), *buffers.values(), *leaves]
-    device = inputs[0].device
-    wrapper, calls = _Recording(model, call), Calls()
-    checks: list[Tensor] | None = [] if grad else None
-    traced: list[Tensor] = []
-    rate_reads: list[bool] = []
-    runs: list[tuple[list[Tensor], list[Any], pytree.TreeSpec]] = []
+    recorder = _Recorder(model, call, batch, precision, grad)
+    return recorder.record(), recorder.repeats
 
-    def flat(values: list[Tensor]) -> list[Any]:
-        names = [f"model.{name}" for name in (*params, *buffers)]
-        traced[:] = values[: len(params)]
+
+class _Recorder:
+    """Records one call as a graph, and can repeat its Python code."""
+
+    def __init__(self, model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:
+        self.params, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        leaves, self.batch_spec = pytree.tree_flatten(batch)
+        self.inputs = [*self.params.values(), *self.buffers.values(), *leaves]
+        self.precision, self.grad = precision, grad
+        self.wrapper, self.calls = _Recording(model, call), Calls()
+        self.checks: list[Tensor] | None = [] if grad else None
+        """The checks of torch.distributions in the step."""
+        self.traced: list[Tensor] = []
+        """The traced parameters."""
+        self.rate_reads: list[bool] = []
+        """For each run, whether the step has read the rate of a dropout layer."""
+        self.runs: list[tuple[list[Tensor], list[Any], pytree.TreeSpec]] = []
+        """The inputs and outputs of each run, and the structure of its outputs."""
+
+    def record(self) -> Trace:
+        """Return the graph, or raise Untraceable."""
+        fake: dict[str, Any] = {"pre_dispatch": True, "tracing_mode": "fake", "_allow_non_fake_inputs": True}
+        before, torch_state = Snapshot(), torch.get_rng_state()
+        try:
+            with self._surroundings():
+                module = make_fx(lambda values: self._run(values), **fake)(self.inputs)
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(_explain(error)) from error
+        finally:
+            seeded = not torch.equal(torch.get_rng_state(), torch_state)  # a draw on fake tensors changes nothing
+            torch.set_rng_state(torch_state)
+        if seeded:
+            raise Untraceable("it seeds torch's random numbers inside the step")
+        if before.moved():
+            raise Untraceable("it draws from python's or numpy's random numbers inside the step")
+        return self._as_trace(module)
+
+    def _as_trace(self, module: GraphModule) -> Trace:
+        """Return the recorded graph with what is known about the step."""
+        trainable = [param.requires_grad for param in self.params.values()]
+        values, outputs, out_spec = self.runs[0]
+        names = list(self.params), list(self.buffers)
+        recorded = Trace(module, *names, trainable, self.batch_spec, out_spec, self.precision)
+        recorded.checked, recorded.rates_unread = bool(self.checks), not any(self.rate_reads)
+        reached = reached_by(outputs[0]) if self.grad else set()
+        recorded.used = [id(value) in reached for value in values[: len(self.params)]]
+        return recorded
+
+    def repeats(self) -> bool:
+        """Run the call again on the same inputs, and return whether it does the same."""
+        self.calls.repeat()
+        if self.checks:
+            self.checks.clear()
+        before = Snapshot()
+        try:
+            with self._surroundings():
+                self._run(self.runs[0][0])
+        except Exception:
+            return False
+        (_, outputs, spec), (_, others, other_spec) = self.runs
+        return self.calls.repeated and same_arguments(outputs, others) and spec == other_spec and not before.moved()
+
+    def _run(self, values: list[Tensor]) -> list[Any]:
+        """Run the call on these parameters, buffers and leaves of the batch, and return its outputs in a flat list."""
+        names = [f"model.{name}" for name in (*self.params, *self.buffers)]
+        self.traced[:] = values[: len(self.params)]
         state = dict(zip(names, values, strict=False))
-        folded = pytree.tree_unflatten(values[len(names) :], batch_spec)
-        with (
-            noting_rate_reads() as reads,
-            Constants(),
-            calls,
-        ):  # `calls` comes first, to see calls that `Constants` answers
-            out = torch.func.functional_call(wrapper, state, (folded,), tie_weights=True)
-            if checks:
+        folded = pytree.tree_unflatten(values[len(names) :], self.batch_spec)
+        # `calls` comes last, to see calls that `Constants` answers
+        with noting_rate_reads() as reads, Constants(), self.calls:
+            out = torch.func.functional_call(self.wrapper, state, (folded,), tie_weights=True)
+            if self.checks:
                 (loss, logs), after = out
                 # divide the loss by 1, or by 0 if a check fails
-                out = (loss / torch.stack([check.all() for check in checks]).all(), logs), after
-        rate_reads.append(reads.seen)
+                out = (loss / torch.stack([check.all() for check in self.checks]).all(), logs), after
+        self.rate_reads.append(reads.seen)
         outputs, spec = pytree.tree_flatten(out)
-        runs.append((values, outputs, spec))
+        self.runs.append((values, outputs, spec))
         return [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in outputs]
 
     @contextmanager
-    def surroundings() -> Iterator[None]:
-        mode = torch.set_grad_enabled(grad)  # without gradients some layers use other operators, such as fused ones
-        quiet = quiet_fake_tensors()
-        with patched(checks, traced), quiet, warnings.catch_warnings(), mode, autocast(precision, device):
+    def _surroundings(self) -> Iterator[None]:
+        """The patches and modes in which the call runs."""
+        quiet, cast = quiet_fake_tensors(), autocast(self.precision, self.inputs[0].device)
+        mode = torch.set_grad_enabled(self.grad)  # without gradients some layers use fused operators
+        with patched(self.checks, self.traced), quiet, warnings.catch_warnings(), mode, cast:
             warnings.simplefilter("ignore")
             yield
-
-    def repeats() -> bool:
-        calls.repeat()
-        if checks:
-            checks.clear()
-        before = Snapshot()
-        try:
-            with surroundings():
-                flat(runs[0][0])
-        except Exception:
-            return False
-        (_, outputs, spec), (_, others, other_spec) = runs
-        return calls.repeated and same_arguments(outputs, others) and spec == other_spec and not before.moved()
-
-    before, torch_state = Snapshot(), torch.get_rng_state()
-    try:
-        with surroundings():
-            module = make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs)
-    except Untraceable:
-        raise
-    except Exception as error:
-        raise Untraceable(_explain(error)) from error
-    finally:
-        seeded = not torch.equal(torch.get_rng_state(), torch_state)  # a draw on fake tensors does not change the state
-        torch.set_rng_state(torch_state)
-    if seeded:
-        raise Untraceable("it seeds torch's random numbers inside the step")
-    if before.moved():
-        raise Untraceable("it draws from python's or numpy's random numbers inside the step")
-    trainable = [param.requires_grad for param in params.values()]
-    values, outputs, out_spec = runs[0]
-    recorded = Trace(module, list(params), list(buffers), trainable, batch_spec, out_spec, precision)
-    recorded.checked, recorded.rates_unread = bool(checks), not any(rate_reads)
-    reached = reached_by(outputs[0]) if grad else set()
-    recorded.used = [id(value) in reached for value in values[: len(params)]]
-    return recorded, repeats
 
 
 def _refuse_buffers(recorded: Trace) -> None:

@@ -84,11 +84,11 @@ def worth_sharing(members: Sequence[Member]) -> bool:
     if workers_setting is not None or min(len(steps), cores) < 2 or sum(steps.values()) < MANY_STEPS:
         return workers_setting not in (None, "1")
     try:
-        pilot = _pilot(max(steps, key=steps.__getitem__))
+        timing = _time_step(max(steps, key=steps.__getitem__))
     except Exception:  # they train in this process
         return False
     kinds = len({_kind(member) for member in members})
-    return pilot is not None and kinds * pilot.trace < SMALL_SHARE * pilot.alone * sum(steps.values())
+    return timing is not None and kinds * timing.trace < SMALL_SHARE * timing.alone * sum(steps.values())
 
 
 def looped_groups(members: Sequence[Member], reasons: Mapping[int, str], trace_cache: TraceCache | None) -> list[Group]:
@@ -122,23 +122,23 @@ def _alone_seconds(member: Member) -> float | None:
     layers spends its time in calls.
     """
     try:
-        pilot = _pilot(member)
+        timing = _time_step(member)
     except Exception:  # the same error will end this member in training
         return None
-    return None if pilot is None else pilot.alone
+    return None if timing is None else timing.alone
 
 
 def _reason_to_loop(similar: Sequence[Member]) -> str:
     """Return why several members that are alike should train in a loop; empty if a stack should be faster or it is
     not known."""
     try:
-        pilot = _pilot(similar[0])
+        timing = _time_step(similar[0])
     except Untraceable as refusal:
         return str(refusal)
     except Exception:  # the same error will end this member in training
         return ""
     steps = [expected_steps(member) for member in similar]
-    if pilot is None or pilot.gain(steps, similar[0].val is not None, _share_frozen_part(similar)) > 0:
+    if timing is None or timing.gain(steps, similar[0].val is not None, _share_frozen_part(similar)) > 0:
         return ""
     return "a stack would take longer to set up than it could save"
 
@@ -196,7 +196,7 @@ def _describe_lone(kind: tuple[Hashable, ...], kinds: Iterable[tuple[Hashable, .
 
 
 @dataclass(frozen=True, slots=True)
-class Pilot:
+class StepTiming:
     """The measured forward and backward pass of one member."""
 
     seconds: float
@@ -238,7 +238,7 @@ class Pilot:
         return (TRACE + TRACE_NODE * self.nodes) * self.call
 
 
-def _pilot(member: Member) -> Pilot | None:
+def _time_step(member: Member) -> StepTiming | None:
     """Time a step of a copy of the member; None if that would change Python state that cannot be restored.
 
     Raises:
@@ -264,7 +264,7 @@ def _pilot(member: Member) -> Pilot | None:
             loss = step()
         nodes = _num_nodes(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        return Pilot(thread_time() - start, nodes, _call_seconds(), reads.any, frozen.seconds)
+        return StepTiming(thread_time() - start, nodes, _call_seconds(), reads.any, frozen.seconds)
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]

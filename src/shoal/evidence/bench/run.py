@@ -10,7 +10,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -26,10 +26,10 @@ from shoal.evidence.bench.titles import TITLES
 from shoal.evidence.bench.ways import Loop, open_way
 from shoal.evidence.bench.workloads import Spec, kind_of, workload
 from shoal.jobs.job import Job
+from shoal.utils.tables import Log
 
 BASE = "eager"
 SETUP_SHARE = 0.7  # the fraction of a network's time for set-up; the rest is for the rounds
-Tell = Callable[[str], None]
 
 
 @dataclass(kw_only=True)
@@ -183,13 +183,13 @@ def _share(end: float, left: int) -> float:
     return now + (end - now) / left
 
 
-def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, tell: Tell) -> None:
+def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, log: Log) -> None:
     """Set up the rows, then measure them in turns, round by round, while there is time."""
     used_before = driver.used()
     share = SETUP_SHARE if len(rows) > 1 else 1.0
     setup_end = time.monotonic() + share * (deadline - time.monotonic())
     for i, row in enumerate(rows):
-        tell(f"{spec.members} x {spec.network}: setting up {TITLES[row.outcome.way]}")
+        log(f"{spec.members} x {spec.network}: setting up {TITLES[row.outcome.way]}")
         try:
             row.start(spec, _share(setup_end, len(rows) - i))
         except (ChildError, OSError) as error:
@@ -199,7 +199,7 @@ def _take_turns(spec: Spec, rows: list[_Row], deadline: float, driver: Driver, t
         alive = [row for row in rows if row.child is not None]
         if not alive or (number > 0 and time.monotonic() + longest > deadline):
             break
-        tell(f"{spec.members} x {spec.network}: round {number + 1}")
+        log(f"{spec.members} x {spec.network}: round {number + 1}")
         start = time.monotonic()
         turn = number % len(alive)
         for row in alive[turn:] + alive[:turn]:
@@ -223,14 +223,14 @@ def _finish(row: _Row, driver: Driver, before: int | None, deadline: float) -> N
     row.close()
 
 
-def compare(spec: Spec, settings: Settings, deadline: float, driver: Driver, tell: Tell) -> list[Outcome]:
+def compare(spec: Spec, settings: Settings, deadline: float, driver: Driver, log: Log) -> list[Outcome]:
     """Measure every way on one network."""
     ways = sorted(dict.fromkeys(settings.ways), key=list(TITLES).index)
     rows = [_Row(Outcome(network=spec.network, way=way, members=spec.members), settings) for way in ways]
     try:
         groups = [[row] for row in rows] if settings.device.startswith("cuda") else [rows]
         for i, group in enumerate(groups):
-            _take_turns(spec, group, _share(deadline, len(groups) - i), driver, tell)
+            _take_turns(spec, group, _share(deadline, len(groups) - i), driver, log)
     finally:
         for row in rows:
             row.close()
@@ -254,7 +254,7 @@ def set_ratios(outcomes: list[Outcome], *, paired: bool) -> None:
             outcome.ratio = statistics.median(base.times_ms) / statistics.median(outcome.times_ms)
 
 
-def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) -> dict[str, Any]:
+def bench(specs: list[Spec], settings: Settings, log: Log = lambda _: None) -> dict[str, Any]:
     """Measure everything and return the result as plain data.
 
     Each network may use an equal share of the remaining time.
@@ -263,7 +263,7 @@ def bench(specs: list[Spec], settings: Settings, tell: Tell = lambda _: None) ->
     outcomes: list[Outcome] = []
     with Driver(settings.device) as driver:
         for i, spec in enumerate(specs):
-            outcomes += compare(spec, settings, _share(end, len(specs) - i), driver, tell)
+            outcomes += compare(spec, settings, _share(end, len(specs) - i), driver, log)
     return {
         "stamp": stamp(settings.device, settings.threads),
         "settings": asdict(settings),

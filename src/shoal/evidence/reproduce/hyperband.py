@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.evidence.bench.child import Child, ChildError
 from shoal.evidence.bench.report import heading
-from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.other_searches import optuna_search, ray_search
+from shoal.utils.tables import Log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -250,14 +250,14 @@ def _measure(way: str, scene: Scene, end: float) -> dict[str, Any]:
 
 
 def hyperband(
-    scene: Scene, *, rounds: int, limit: float, ways: tuple[str, ...] | None = None, tell: Tell = lambda _: None
+    scene: Scene, *, rounds: int, limit: float, ways: tuple[str, ...] | None = None, log: Log = lambda _: None
 ) -> dict[str, Any]:
     """Measure all ways in turns, `rounds` times, and return the result as plain data."""
     chosen, end = ways or installed_ways(ray=False), time.monotonic() + limit
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in chosen}
     for number in range(rounds):
         for way in chosen:
-            tell(f"round {number + 1} of {rounds}: {TITLES[way]}")
+            log(f"round {number + 1} of {rounds}: {TITLES[way]}")
             measured[way].append(_measure(way, scene, end))
     lines = [_line(way, measured[way]) for way in chosen]
     one = next((line["seconds"] for line in lines if line["way"] == "one"), None)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.evidence.bench.datasets import Data, accuracy
+from shoal.utils.tables import Log
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job
@@ -36,7 +37,6 @@ RATES = {DATA_PARALLEL: (0.03, 0.1, 0.3), LOCAL_SGD: (0.03, 0.1, 0.2), IST: (0.1
 MOMENTUM = 0.9
 LOOK_EVERY = 20
 """The minimum number of local steps between two evaluations of the accuracy."""
-Tell = Callable[[str], None]
 
 
 class Network(nn.Module):
@@ -166,7 +166,7 @@ def choose(
     methods: Sequence[str] = METHODS,
     device: str = "cpu",
     seed: int = 100,
-    tell: Tell = lambda line: None,
+    log: Log = lambda line: None,
 ) -> list[Setting]:
     """Choose for each method and window the rate that is best on held-out rows, in as many steps as it will have."""
     inner = replace(scene, data=scene.data.held_out())
@@ -176,7 +176,7 @@ def choose(
             scores = {}
             for rate in RATES[method]:
                 setting = Setting(method=method, window=window, rate=rate, steps=inner.length(method))
-                tell(f"choosing: {method}, {window} steps a round, rate {rate:g}")
+                log(f"choosing: {method}, {window} steps a round, rate {rate:g}")
                 row = trained(inner, setting, seed, device=device, look_every=setting.steps)
                 scores[rate] = last(row) if row["status"] == "done" else 0.0
             best = max(scores, key=lambda rate: scores[rate])

@@ -23,9 +23,9 @@ def over_links(
     scene: Scene, setting: Setting, seed: int, links: Links, *, codec: str = "exact", **how: Any
 ) -> dict[str, Any]:
     """Train once with workers behind these links; the result is that of `trained`, with measured seconds."""
+    from shoal.net.links import Address
+    from shoal.net.local_workers import LocalWorker
     from shoal.split.net.coordinator import Distributed
-    from shoal.split.net.launch import LocalWorker
-    from shoal.split.net.links import Address
 
     job = job_of(scene, setting, seed)
     method = method_of(job, scene, setting)

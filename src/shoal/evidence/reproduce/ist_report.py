@@ -12,9 +12,9 @@ from shoal.errors import describe
 from shoal.evidence.bench.report import heading, new_figure
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce import ist, namespaces
-from shoal.evidence.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, PUBLISHED, Scene, Setting, Tell
+from shoal.evidence.reproduce.ist import DATA_PARALLEL, IST, LOCAL_SGD, PUBLISHED, Scene, Setting
 from shoal.evidence.reproduce.ist_links import over_links, seconds_a_step, timed_steps
-from shoal.utils.tables import duration, size
+from shoal.utils.tables import Log, duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ def compare(
     link: str | None = "100mbit",
     device: str = "cpu",
     before: tuple[list[Setting], list[dict[str, Any]]] | None = None,
-    tell: Tell = lambda line: None,
+    log: Log = lambda line: None,
 ) -> dict[str, Any]:
     """Choose settings, train with every seed, then time the best of each method over links.
 
@@ -41,10 +41,10 @@ def compare(
     """
     chosen, rows = before if before is not None else ([], [])
     if before is None:
-        chosen = ist.choose(scene, windows=windows, device=device, seed=max(seeds) + 1000, tell=tell)
+        chosen = ist.choose(scene, windows=windows, device=device, seed=max(seeds) + 1000, log=log)
         for setting in chosen:
             for seed in seeds:
-                tell(f"training: {setting.method}, {setting.window} steps a round, seed {seed}")
+                log(f"training: {setting.method}, {setting.window} steps a round, seed {seed}")
                 rows.append(ist.trained(scene, setting, seed, device=device))
     result: dict[str, Any] = {
         "stamp": stamp(device, None),
@@ -57,7 +57,7 @@ def compare(
     }
     if link is not None:
         why = namespaces.missing()
-        result["links"] = {"none": why} if why else _timed(scene, chosen, rows, seeds, link, tell)
+        result["links"] = {"none": why} if why else _timed(scene, chosen, rows, seeds, link, log)
     return result
 
 
@@ -71,15 +71,15 @@ def earlier(path: Path) -> tuple[list[Setting], list[dict[str, Any]]]:
 
 
 def _timed(
-    scene: Scene, chosen: Sequence[Setting], rows: Sequence[dict[str, Any]], seeds: Sequence[int], link: str, tell: Tell
+    scene: Scene, chosen: Sequence[Setting], rows: Sequence[dict[str, Any]], seeds: Sequence[int], link: str, log: Log
 ) -> dict[str, Any]:
     """Time the best settings over links of this rate."""
     target = ist.target_of(rows)
     timed: list[dict[str, Any]] = []
     with namespaces.shaped(scene.workers, link) as links:
-        tell("timing data parallel: torch's own")
+        log("timing data parallel: torch's own")
         reduced = seconds_a_step(scene, links, TIMED_STEPS)
-        tell("timing data parallel: through the coordinator")
+        log("timing data parallel: through the coordinator")
         plain = next(setting for setting in chosen if setting.method == DATA_PARALLEL)
         short = Setting(method=DATA_PARALLEL, window=1, rate=plain.rate, steps=TIMED_STEPS)
         served = over_links(scene, short, seeds[0], links, look_every=TIMED_STEPS)
@@ -88,7 +88,7 @@ def _timed(
         for method in (LOCAL_SGD, IST):
             for setting in _promising(chosen, rows, method, target):
                 for seed in seeds:
-                    tell(f"timing {method}, {setting.window} steps a round, seed {seed}")
+                    log(f"timing {method}, {setting.window} steps a round, seed {seed}")
                     timed.append(over_links(scene, setting, seed, links))
     return {
         "rate": link,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.evidence.bench.report import heading, milliseconds, peak, percent
-from shoal.evidence.bench.run import Settings, Tell, bench
+from shoal.evidence.bench.run import Settings, bench
 from shoal.evidence.bench.workloads import Spec
+from shoal.utils.tables import Log
 
 TITLES = {"mlp3": "MLP-3", "mobilenetv2": "MobileNetV2", "resnet50": "ResNet-50", "densenet121": "DenseNet-121"}
 PUBLISHED: dict[str, dict[int, float | None]] = {
@@ -55,7 +56,7 @@ def pack(
     sizes: list[int],
     precision: str | None,
     quick: bool,
-    tell: Tell = lambda _: None,
+    log: Log = lambda _: None,
 ) -> dict[str, Any]:
     """Measure every network at every size and return the result as plain data."""
     for name in networks:
@@ -63,7 +64,7 @@ def pack(
             raise ValueError(f"no network {name!r} in Pack's table; there are {', '.join(TITLES)}")
     at = scale(settings.device, quick=quick)
     specs = [Spec(network=name, members=k, precision=precision, batches=8, **at) for name in networks for k in sizes]
-    measured = bench(specs, settings, tell)
+    measured = bench(specs, settings, log)
     rows = iter(measured["results"])
     return {
         "stamp": measured["stamp"],

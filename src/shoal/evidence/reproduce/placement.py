@@ -29,11 +29,12 @@ from shoal.evidence.reproduce.placement_arithmetic import arithmetic
 from shoal.evidence.reproduce.placement_arithmetic import table as arithmetic_table
 from shoal.evidence.reproduce.placement_networks import SHAPES
 from shoal.evidence.reproduce.plain_training import WAIT, TimedTraining, ask, time_alone, time_ddp
+from shoal.net.links import Address
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, PLACED, Placement
 from shoal.place.training.api import train_placed
 from shoal.settings import make_settings
-from shoal.split.net.links import Address
+from shoal.utils.tables import Log
 
 WIDTH = 1 / 8
 PIXELS = {"AlexNet": 64, "VGG-16": 32, "ResNet-50": 32, "Inception-v3": 75}
@@ -163,7 +164,7 @@ def _plain(case: Case, rows: int, steps: int, validates: bool) -> TimedTraining:
     return TimedTraining(partial(make_network, case.network), (x, y), rows, RATE, steps, judge)
 
 
-def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: bool = False) -> dict[str, Any]:
+def compare(case: Case, steps: int, log: Log, *, validates: bool = False) -> dict[str, Any]:
     """Measure all ways of one case over the same links."""
     rows: list[dict[str, Any]] = []
     with shaped(1 + case.workers, case.rate) as links:
@@ -171,9 +172,9 @@ def compare(case: Case, steps: int, tell: Callable[[str], None], *, validates: b
         chosen = planned if planned.mode == PLACED else plan(case, PLACED, profile=planned)
         usual_ways = [plan_like(case, planned, mode) for mode in (PARAMETER_SERVER, DATA_PARALLEL)]
         for placement in (chosen, *usual_ways):
-            tell(f"{case.network}, {case.rows} rows, {case.rate}: {placement.mode}")
+            log(f"{case.network}, {case.rows} rows, {case.rate}: {placement.mode}")
             rows.append(measure_way(case, placement, links, steps, validates=validates))
-        tell(f"{case.network}, {case.rows} rows, {case.rate}: {DDP}")
+        log(f"{case.network}, {case.rows} rows, {case.rate}: {DDP}")
         rows.append(measure_ddp(case, links, steps, validates=validates))
         rows.append(measure_one(case, steps, validates=validates))
     alone = planned.alternative(ONE_MACHINE)
@@ -198,16 +199,14 @@ def plan_like(case: Case, planned: Placement, mode: str) -> Placement:
     )
 
 
-def placement(
-    cases: Sequence[Case], *, steps: int, limit: float, tell: Callable[[str], None], validates: bool = False
-) -> dict[str, Any]:
+def placement(cases: Sequence[Case], *, steps: int, limit: float, log: Log, validates: bool = False) -> dict[str, Any]:
     """Measure all cases, as far as there is time."""
     until, compared = time.monotonic() + limit, list[dict[str, Any]]()
     for case in cases:
         if time.monotonic() > until:
             break
         try:
-            compared.append(compare(case, steps, tell, validates=validates))
+            compared.append(compare(case, steps, log, validates=validates))
         except (OSError, ShoalError) as error:
             compared.append({"network": case.network, "rows": case.rows, "rate": case.rate, "error": describe(error)})
     return {

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.runtime.processes import Child
+from shoal.engine.processes.child import Child
 from shoal.evidence.bench.ways import build, epochs
 from shoal.evidence.reproduce.namespaces import Links
 from shoal.jobs.job import Job

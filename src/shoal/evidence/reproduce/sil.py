@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.evidence.bench.datasets import Data, accuracy, finished, load
 from shoal.evidence.bench.report import heading, percent, size
-from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
+from shoal.utils.tables import Log
 
 if TYPE_CHECKING:
     from shoal.jobs.job import Job
@@ -93,7 +93,7 @@ def ordinary(jobs: list[Job], device: str) -> list[dict[str, Any]]:
     return [{"accuracy": r.last("accuracy"), "seconds": r.seconds} for r in results]
 
 
-def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Tell) -> dict[str, Any]:
+def line(data: Data, number: int, seeds: int, epochs: int, device: str, log: Log) -> dict[str, Any]:
     """Train one network in every way."""
     left, right, earlier = LINES[number]
     title = _title(data.features, left, right, data.classes)
@@ -102,12 +102,12 @@ def line(data: Data, number: int, seeds: int, epochs: int, device: str, tell: Te
     for way in WAYS:
         started = time.perf_counter()
         if way == "ordinary":
-            tell(f"{title}: ordinary")
+            log(f"{title}: ordinary")
             runs = ordinary(jobs, device)
         else:
             runs = []
             for job in jobs:
-                tell(f"{title}: {WAYS[way]}, {job.name}")
+                log(f"{title}: {WAYS[way]}, {job.name}")
                 runs.append(apart(job, way, len(left), device))
         values = [run["accuracy"] for run in runs]
         row["ways"][way] = {
@@ -144,7 +144,7 @@ def memory(data: Data, epochs: int) -> dict[str, Any]:
 
 
 def sil(
-    *, folder: Path | None, seeds: int, device: str, quick: bool = False, tell: Tell = lambda _: None
+    *, folder: Path | None, seeds: int, device: str, quick: bool = False, log: Log = lambda _: None
 ) -> dict[str, Any]:
     """Measure the whole table and return the result as plain data."""
     import torch
@@ -157,7 +157,7 @@ def sil(
         "rows": len(data.x),
         "test_rows": len(data.x_test),
         "settings": {"epochs": epochs, "batch": BATCH, "optimizer": "Adam 1e-3", "noise": NOISE, "seeds": seeds},
-        "lines": [line(data, number, seeds, epochs, device, tell) for number in range(1 if quick else len(LINES))],
+        "lines": [line(data, number, seeds, epochs, device, log) for number in range(1 if quick else len(LINES))],
         "memory": memory(data, epochs),
     }
 

@@ -17,8 +17,8 @@ from shoal.evidence.bench.child import Child, ChildError
 from shoal.evidence.bench.datasets import finished
 from shoal.evidence.bench.memory import Driver, Memory, Meter, host_cores
 from shoal.evidence.bench.report import heading, percent, size
-from shoal.evidence.bench.run import Tell
 from shoal.evidence.bench.stamp import stamp
+from shoal.utils.tables import Log
 
 PUBLISHED = {"memory": 0.53, "time": 0.81}
 LOOK_SECONDS = 0.25  # between two queries of the driver
@@ -140,7 +140,7 @@ def measure(way: str, users: Users, device: str, driver: Driver, end: float) -> 
     }
 
 
-def unifiednn(*, members: int, epochs: int, device: str, limit: float, tell: Tell = lambda _: None) -> dict[str, Any]:
+def unifiednn(*, members: int, epochs: int, device: str, limit: float, log: Log = lambda _: None) -> dict[str, Any]:
     """Measure both ways, for networks of one architecture and of four, and return the result as plain data."""
     end = time.monotonic() + limit
     lines = []
@@ -149,7 +149,7 @@ def unifiednn(*, members: int, epochs: int, device: str, limit: float, tell: Tel
             users = Users(members=members, epochs=epochs, same=same)
             rows = []
             for way, title in TITLES.items():
-                tell(f"{users.label}: {title}")
+                log(f"{users.label}: {title}")
                 rows.append(measure(way, users, device, driver, end))
             lines.append({"networks": users.label, "ways": rows, **saved(*rows)})
     return {"stamp": stamp(device, None), "members": members, "epochs": epochs, "published": PUBLISHED, "lines": lines}

@@ -1,6 +1,5 @@
 """Placed training: a server and workers that train one network together.
 
-    channel    a link with threads that send and receive, so that traffic and compute overlap
     group      transfers among workers (torch.distributed): all-reduce, gather, sharded updates
     joined_batch  dropout and batch norm over rows that are in several places
     front      the layers that a worker computes

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
-from shoal.engine.runtime.processes import CANNOT_TRAIN, apart, forks_can_train
+from shoal.engine.processes.child import apart
 from shoal.environment import environment, usable_cores
 from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
 from shoal.jobs.loaders import refuse_batches
+from shoal.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
+from shoal.net.local_workers import LocalWorker, ending, fork_local_workers
+from shoal.net.torchrun import Torchrun
 from shoal.place.api import place
 from shoal.place.placement import DATA_PARALLEL, ONE_MACHINE, PARAMETER_SERVER, WORKERS, Placement
 from shoal.place.training.checks import check_agreement, check_job
@@ -31,14 +34,13 @@ from shoal.place.training.worker import REPLACED, Replaced, ServerEnded, describ
 from shoal.preparation.checks import prepare
 from shoal.reporting.callbacks import Callback, Callbacks
 from shoal.reporting.events import Listener as EventListener
-from shoal.reporting.events import Listeners, happened
+from shoal.reporting.events import Listeners, new_event
 from shoal.reporting.progress import progress_for
 from shoal.results import Results
 from shoal.settings import Settings
-from shoal.split.net.launch import LocalWorker, Torchrun, ending, work
-from shoal.split.net.links import Address, Link, LinkLost, Listener, read_offer, send_answer
 from shoal.storage.run_folder import RunFolder
 from shoal.training import carry_out, collect
+from shoal.utils.tables import Log
 from shoal.utils.torch_flags import backward_prevents_forking, torch_flags, training_mode
 
 DRY_ROWS = 4
@@ -165,12 +167,12 @@ def serve_job(
         if folder is not None and folder.claim([member], {"placement": built.roles.to_dict()}):
             folder.restore(member)
         with progress_for([member], progress) as watch:
-            tell = Listeners([watch, *calls.listeners(), *([events] if events is not None else [])])
-            tell(happened("start", jobs=1, device=str(settings.device), plan=None))
+            notify = Listeners([watch, *calls.listeners(), *([events] if events is not None else [])])
+            notify(new_event("start", jobs=1, device=str(settings.device), plan=None))
             replans = may_replan and not settings.deterministic
-            run = _train(built, placement, server, settings, folder, calls, tell, replans)
+            run = _train(built, placement, server, settings, folder, calls, notify, replans)
             results = _results(member, run)
-            tell(happened("end", statuses={member.status: 1}, seconds=member.seconds, running=1.0))
+            notify(new_event("end", statuses={member.status: 1}, seconds=member.seconds, running=1.0))
         if folder is not None:
             folder.finish(results)
         return results
@@ -178,7 +180,7 @@ def serve_job(
 
 def _train(
     built: Built, placement: Placement, server: Server, settings: Settings, folder: RunFolder | None,
-    calls: Callbacks, tell: Listeners, replans: bool,
+    calls: Callbacks, notify: Listeners, replans: bool,
 ) -> PlacedRun | None:  # fmt: skip
     if built.member.status != "running":
         return None
@@ -188,10 +190,10 @@ def _train(
     while True:
         replan_links = partial(replan, built, placement) if replans else None
         with server(built, placement) as workers:
-            workers.tell = lambda line: tell(happened("note", text=line))
+            workers.log = lambda line: notify(new_event("note", text=line))
             run = PlacedRun(
                 built, workers, placement, folder=folder, save_every=settings.checkpoint_every,
-                callbacks=calls or None, tell=tell, replan=replan_links,
+                callbacks=calls or None, notify=notify, replan=replan_links,
             )  # fmt: skip
             workers.lost += lost  # those of the previous placement
             run.go()
@@ -236,7 +238,7 @@ def run_process(
     out: str | os.PathLike[str] | None = None,
     progress: bool = False,
     patience: float = 60.0,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> Results | None:
     """Run the process that torchrun has started: rank 0 is the server, the others are workers. Returns the results at
     the server.
@@ -249,11 +251,11 @@ def run_process(
             return None
         built = build(job, offered, torch.device("cpu"))
         try:
-            done = serve_worker(built, started.where, device=settings.device, patience=patience, tell=tell)
+            done = serve_worker(built, started.where, device=settings.device, patience=patience, log=log)
         except Replaced:
-            return run_process(job, None, settings, started, patience=patience, tell=tell)
-        if tell is not None:
-            tell(f"the server at {started.where} is done; {done} batches were computed here")
+            return run_process(job, None, settings, started, patience=patience, log=log)
+        if log is not None:
+            log(f"the server at {started.where} is done; {done} batches were computed here")
         return None
     assert placement is not None, "rank 0 has a placement"
     if placement.mode == ONE_MACHINE:
@@ -341,11 +343,6 @@ def local_workers(
     Args:
         enter: Called first in each forked worker, with its number.
     """
-    busy = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if busy and str(device).startswith("cuda"):
-        raise PlaceError("workers cannot be forked once CUDA is in use here; begin this first, or use torchrun")
-    if local and not forks_can_train():
-        raise PlaceError(f"{CANNOT_TRAIN}, or use torchrun")
     forked = fork_workers(built, local, device, enter)
     with ending(forked), serving(built, expected=local + others, address=address, **settings) as workers:
         for process in forked:
@@ -364,4 +361,4 @@ def fork_workers(
         with suppress(Replaced):  # new workers will be forked
             serve_worker(built, where, device=device, patience=20.0)
 
-    return [LocalWorker(partial(work, partial(serve, number), ServerEnded)) for number in range(count)]
+    return fork_local_workers(count, serve, ServerEnded, device=device, error=PlaceError, instead="use torchrun")

@@ -93,9 +93,9 @@ def _compared(built: Built, batch: Any, rows: int) -> tuple[Gradients, Gradients
     modes: Sequence[Callable[[], AbstractContextManager[Any]]] = [nullcontext, lambda: evaluating(model)]
     for mode in modes[bool(batch_norms(model)) :]:
         with mode():
-            own, again = (_gradients(built, batch, model) for _ in range(2))
-            if all(torch.equal(a, b) for a, b in zip(own, again, strict=True)):
-                return own, _gradients(built, batch, Given(model, lambda: _divided(built, batch, rows)))
+            ours, again = (_gradients(built, batch, model) for _ in range(2))
+            if all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)):
+                return ours, _gradients(built, batch, Given(model, lambda: _divided(built, batch, rows)))
     return None
 
 
@@ -118,13 +118,13 @@ def _gradients(built: Built, batch: Any, network: nn.Module) -> Gradients:
     return [loss.detach(), *(torch.zeros(()) if g is None else g for g in gradients)]
 
 
-def _compare(built: Built, own: Gradients, divided: Gradients, tolerance: float) -> None:
+def _compare(built: Built, ours: Gradients, divided: Gradients, tolerance: float) -> None:
     names = ["the loss"]
     names += [f"the gradient of {name}" for name, p in built.member.model.named_parameters() if p.requires_grad]
-    largest = max([float(g.abs().max()) for g in own[1:] if g.numel()], default=0.0)
-    sizes = [float(own[0].abs()), *([largest] * (len(own) - 1))]
+    largest = max([float(g.abs().max()) for g in ours[1:] if g.numel()], default=0.0)
+    sizes = [float(ours[0].abs()), *([largest] * (len(ours) - 1))]
     cut = built.graph.layers[built.roles.cut - 1].name
-    for name, a, b, size in zip(names, own, divided, sizes, strict=True):
+    for name, a, b, size in zip(names, ours, divided, sizes, strict=True):
         difference = float((a - b).abs().max()) / max(size, 1e-6) if a.numel() else 0.0
         if difference > tolerance:
             raise PlaceError(

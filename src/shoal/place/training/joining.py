@@ -37,7 +37,7 @@ class Joining:
         """Set by the unit."""
         self.attempt = 0
         """The number of the current attempt; messages that belong to an earlier one are out of date."""
-        self._news: dict[str, Any] = {}
+        self._last_update: dict[str, Any] = {}
         """What workers are sent with the next message: whether the previous batch counts, and how it is applied."""
         self._sharded = any(built.way(name) == "sharded" for name in built.held_by_workers)
         self._store: Any = None
@@ -55,24 +55,24 @@ class Joining:
         """Note that the batch counts. `apply`: the optimizer has stepped, and workers must do the same."""
         if apply:
             self.ended.append(time.monotonic())
-        self._news = {"commit": self.attempt, "apply": apply}
+        self._last_update = {"commit": self.attempt, "apply": apply}
         if apply and self.built.held_by_workers:
-            self._news |= {"clip": clip, "options": [dict(option) for option in options]}
+            self._last_update |= {"clip": clip, "options": [dict(option) for option in options]}
         for worker in self.workers.live:
-            worker.owed = True
+            worker.needs_update = True
 
     def committed_alone(self, worker: Connected, attempt: int) -> None:
         """Note that the server has taken a step with one worker's gradients, which then needs the new parameters."""
         self.ended.append(time.monotonic())
-        worker.news = {"commit": attempt, "apply": True}
+        worker.own_update = {"commit": attempt, "apply": True}
 
     def _update_for(self, worker: Connected) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what a worker must know of the last update and has not been sent."""
-        news = worker.news or (self._news if worker.owed else {"commit": -1})
-        worker.owed, worker.news = False, {}
-        changed = news.get("apply") and self.built.held_by_server
+        update = worker.own_update or (self._last_update if worker.needs_update else {"commit": -1})
+        worker.needs_update, worker.own_update = False, {}
+        changed = update.get("apply") and self.built.held_by_server
         tensors = {PARAMETER + name: self.parameters[name] for name in self.built.held_by_server} if changed else {}
-        return tensors, dict(news)
+        return tensors, dict(update)
 
     # --- workers that come and go -------------------------------------------------------------------------------------
 
@@ -80,28 +80,28 @@ class Joining:
         """Continue without a worker."""
         self.workers.drop(error, self.member.step, waited)
         self.workers.drop_dead(self.member.step)
-        if self.built.held_by_workers and (self._sharded or all(worker.fresh for worker in self.workers.live)):
+        if self.built.held_by_workers and (self._sharded or all(worker.needs_state for worker in self.workers.live)):
             raise StateLost("a worker was lost with optimizer state that only it had")
         if self.workers.live:
             self._regroup(self.workers.live)
 
-    def take_in(self) -> None:
+    def admit(self) -> None:
         """Send workers that have joined the state of the training."""
         self.workers.gather()
-        if not any(worker.fresh for worker in self.workers.live):
+        if not any(worker.needs_state for worker in self.workers.live):
             return
-        old = [worker for worker in self.workers.live if not worker.fresh]
+        old = [worker for worker in self.workers.live if not worker.needs_state]
         if old and (self.built.held_by_workers or any(True for _ in self.model.buffers())):
             self.pull()
         for worker, share in zip(self.workers.live, self.built.roles.shares, strict=False):
             worker.share = share
         tensors = self._front_state()
-        self._announce("sending", "to", sum(worker.fresh for worker in self.workers.live), tensors)
+        self._announce("sending", "to", sum(worker.needs_state for worker in self.workers.live), tensors)
         for worker in self.workers.live:
-            if worker.fresh:
+            if worker.needs_state:
                 numbers = self._group_numbers(worker)
                 worker.channel.send("setup", 0, tensors, **numbers)
-                worker.fresh, worker.owed = False, False
+                worker.needs_state, worker.needs_update = False, False
                 self.setup_seconds = self.workers.state_deadline.limit("setup")
             elif self.built.needs_group:
                 self._flush(worker)
@@ -113,13 +113,13 @@ class Joining:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if workers * num_bytes >= MANY_BYTES:
             count = "a worker" if workers == 1 else f"each of {workers} workers"
-            self.workers.tell(f"{what} {size(num_bytes)} of weights and optimizer state {where} {count}")
+            self.workers.log(f"{what} {size(num_bytes)} of weights and optimizer state {where} {count}")
 
     def _flush(self, worker: Connected) -> None:
         """Send what a worker has not been sent of the last update, before a new group."""
-        if worker.owed:
-            tensors, news = self._update_for(worker)
-            worker.channel.send("update", self.attempt, tensors, **news)
+        if worker.needs_update:
+            tensors, update = self._update_for(worker)
+            worker.channel.send("update", self.attempt, tensors, **update)
 
     def _regroup(self, live: Sequence[Connected]) -> None:
         self._groups += 1
@@ -159,7 +159,7 @@ class Joining:
         """Copy what workers have, parameters that they update and buffers, into the server's own network."""
         while True:
             began = time.monotonic()
-            ready = [worker for worker in self.workers.live if not worker.fresh]
+            ready = [worker for worker in self.workers.live if not worker.needs_state]
             if not ready:
                 return
             if self.built.held_by_workers:
@@ -185,8 +185,8 @@ class Joining:
     @torch.no_grad()
     def _pull(self, ready: Sequence[Connected], wait: Wait) -> dict[str, Tensor]:
         for i, worker in enumerate(ready):
-            tensors, news = self._update_for(worker)
-            worker.channel.send("state", self.attempt, tensors, all=i == 0, **news)
+            tensors, update = self._update_for(worker)
+            worker.channel.send("state", self.attempt, tensors, all=i == 0, **update)
         state = {**self.parameters, **dict(self.model.named_buffers())}
         moments: dict[str, Tensor] = {}
         for worker in ready:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from shoal.errors import PlaceError, ShoalError
+from shoal.net.channel import Arrived, Channel
+from shoal.net.deadline import Deadline
+from shoal.net.handshake import difference
+from shoal.net.joining import Admission
+from shoal.net.link_speed import PROBE_SECONDS, measure_speed
+from shoal.net.links import Address, Link, LinkLost, Traffic
+from shoal.net.messages import END, text_message
 from shoal.place.links import Link as LinkRates
-from shoal.place.training.channel import Arrived, Channel
-from shoal.split.core.report import Traffic
-from shoal.split.net.deadline import Deadline
-from shoal.split.net.handshake import difference
-from shoal.split.net.joining import Admission, Tell
-from shoal.split.net.links import PROBE_SECONDS, Address, Link, LinkLost, measure_speed
-from shoal.split.net.messages import END, text_message
-from shoal.utils.tables import duration
+from shoal.utils.tables import Log, duration
 
 QUIET_SECONDS = 5.0
 """A worker whose link was idle for so many seconds is asked whether it is alive."""
@@ -36,9 +36,9 @@ END_SECONDS = 2.0
 class WorkerLost(ShoalError):
     """Raised if a worker is lost: the others compute the step again."""
 
-    def __init__(self, worker: Connected, why: str, *, aside: bool = False) -> None:
-        """`aside`: the worker may take part again when its link is faster."""
-        self.worker, self.aside = worker, aside
+    def __init__(self, worker: Connected, why: str, *, may_return: bool = False) -> None:
+        """`may_return`: the worker may take part again when its link is faster."""
+        self.worker, self.may_return = worker, may_return
         super().__init__(why)
 
 
@@ -51,11 +51,11 @@ class Connected:
     gpu: str = ""
     """Which GPU it has, see `gpu_of`; empty: none."""
     share: float = 1.0
-    fresh: bool = True
+    needs_state: bool = True
     """Whether the server must send it the whole state."""
-    owed: bool = False
+    needs_update: bool = False
     """Whether the server must still send it the last update."""
-    news: dict[str, Any] = field(default_factory=dict)
+    own_update: dict[str, Any] = field(default_factory=dict)
     """The numbers of an asynchronous update with its own gradients that the server must still send it."""
     group_bytes: int = 0
     """Bytes that it has sent to other workers."""
@@ -96,7 +96,7 @@ class Workers:
         start_seconds: float = 60.0,
         patience: float = 60.0,
         offer: Mapping[str, Any] | None = None,
-        tell: Callable[[str], None] | None = None,
+        log: Log | None = None,
     ) -> None:
         """Start to admit workers.
 
@@ -107,18 +107,18 @@ class Workers:
             offer: What workers may read before they join.
         """
         self.live: list[Connected] = []
-        self.aside: list[Connected] = []
+        self.paused: list[Connected] = []
         """Workers whose links were too slow and may be faster again."""
         self.lost: list[Lost] = []
         self.deadline = Deadline(fixed=deadline, first=300.0)
         self.state_deadline = Deadline(fixed=deadline, first=300.0)
         """The deadline for a worker's whole state, which may be far more than what a step sends."""
-        self._gone, self._gone_group = Traffic(), 0
+        self._ended_traffic, self._ended_group_bytes = Traffic(), 0
         self.ending = ""
         """What workers are sent at the end if there is no error."""
         self._admission = Admission(
             "server", lambda request: difference(dict(plan), request.get("job") or {}), _connected, expected=expected,
-            address=address, offer=offer, start_seconds=start_seconds, patience=patience, tell=tell,
+            address=address, offer=offer, start_seconds=start_seconds, patience=patience, log=log,
             advice=lambda address: "start the workers, then run this again to resume",
         )  # fmt: skip
         self.address = self._admission.address
@@ -126,13 +126,13 @@ class Workers:
     # --- connected workers --------------------------------------------------------------------------------------------
 
     @property
-    def tell(self) -> Tell:
+    def log(self) -> Log:
         """Called with a line about each event."""
-        return self._admission.tell
+        return self._admission.log
 
-    @tell.setter
-    def tell(self, tell: Tell) -> None:
-        self._admission.tell = tell
+    @log.setter
+    def log(self, log: Log) -> None:
+        self._admission.log = log
 
     def check_links(self) -> None:
         """Raise WorkerLost if a link has ended."""
@@ -146,10 +146,10 @@ class Workers:
         Raises a PlaceError if no worker comes.
         """
         if not self.live:
-            self._take_back(self.aside)
+            self._take_back(self.paused)
         self.live += self._admission.arrivals(needed=not self.live)
         if not self.live:
-            raise PlaceError(self._admission.nobody())
+            raise PlaceError(self._admission.why_no_worker())
 
     def drop(self, error: WorkerLost, step: int, waited: float) -> None:
         """Continue without a worker."""
@@ -159,26 +159,24 @@ class Workers:
         self.live.remove(worker)
         self.lost.append(Lost(step, worker.name, str(error), waited))
         left = f"{len(self.live)} workers are left" if len(self.live) != 1 else "1 worker is left"
-        self.tell(
-            f"step {step}: lost worker {worker.name} after {waited:.1f} s ({error}); {left}, the step is repeated"
-        )
-        if error.aside:
-            self.aside.append(worker)
+        self.log(f"step {step}: lost worker {worker.name} after {waited:.1f} s ({error}); {left}, the step is repeated")
+        if error.may_return:
+            self.paused.append(worker)
         else:
             self._end(worker)
 
     def _end(self, worker: Connected) -> None:
-        self._gone += worker.channel.link.traffic
-        self._gone_group += worker.group_bytes
+        self._ended_traffic += worker.channel.link.traffic
+        self._ended_group_bytes += worker.group_bytes
         worker.channel.close()
 
     def _take_back(self, workers: Sequence[Connected]) -> None:
         """Let workers whose links were too slow take part again, from the server's state."""
         for worker in list(workers):
-            self.aside.remove(worker)
-            worker.fresh, worker.owed, worker.news = True, False, {}
+            self.paused.remove(worker)
+            worker.needs_state, worker.needs_update, worker.own_update = True, False, {}
             self.live.append(worker)
-            self.tell(f"worker {worker.name} takes part again")
+            self.log(f"worker {worker.name} takes part again")
 
     def drop_dead(self, step: int) -> None:
         """Continue without all workers whose links have ended."""
@@ -243,14 +241,14 @@ class Workers:
         usual = median(seconds for worker, seconds in seconds_of.items() if worker is not slowest)
         if seconds_of[slowest] > max(SLOW_SECONDS, SLOW_TIMES * usual):
             why = f"its link is too slow: {SLOW_BYTES:,} bytes there and back take {_seconds(seconds_of[slowest])}"
-            raise WorkerLost(slowest, f"{why}, with others {_seconds(usual)}", aside=True)
+            raise WorkerLost(slowest, f"{why}, with others {_seconds(usual)}", may_return=True)
 
-    def check_aside(self) -> None:
+    def check_paused(self) -> None:
         """Take back workers whose links are fast enough again."""
-        for worker in [worker for worker in self.aside if worker.channel.lost is not None]:
-            self.aside.remove(worker)
+        for worker in [worker for worker in self.paused if worker.channel.lost is not None]:
+            self.paused.remove(worker)
             self._end(worker)
-        answers = _ask(self.aside, SLOW_BYTES)
+        answers = _ask(self.paused, SLOW_BYTES)
         self._take_back([worker for worker, seconds in answers if seconds is not None and seconds <= SLOW_SECONDS])
 
     # --- what it cost, and the end ------------------------------------------------------------------------------------
@@ -258,12 +256,12 @@ class Workers:
     @property
     def traffic(self) -> Traffic:
         """Bytes at the sockets of all links with workers so far, counted here."""
-        return sum((worker.channel.link.traffic for worker in (*self.live, *self.aside)), self._gone)
+        return sum((worker.channel.link.traffic for worker in (*self.live, *self.paused)), self._ended_traffic)
 
     @property
     def group_bytes(self) -> int:
         """Bytes that workers have sent to each other."""
-        return sum(worker.group_bytes for worker in (*self.live, *self.aside)) + self._gone_group
+        return sum(worker.group_bytes for worker in (*self.live, *self.paused)) + self._ended_group_bytes
 
     def probe(self) -> LinkRates:
         """Measure the speed of the slowest link; only between two steps."""
@@ -272,8 +270,8 @@ class Workers:
 
     def close(self, why: str = "") -> None:
         """End the run for the workers. `why` is the error, if there was one."""
-        self.live += [*self.aside, *self._admission.close()]
-        self.aside = []
+        self.live += [*self.paused, *self._admission.close()]
+        self.paused = []
         for worker in self.live:
             worker.channel.send_message(text_message(END, why))
         until = time.monotonic() + END_SECONDS

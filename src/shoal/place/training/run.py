@@ -22,7 +22,7 @@ from shoal.place.training.roles import Built
 from shoal.place.training.server import build_server
 from shoal.place.training.units import AsynchronousUnit, PlacedUnit
 from shoal.reporting.callbacks import Callbacks
-from shoal.reporting.events import Listener, happened
+from shoal.reporting.events import Listener, new_event
 from shoal.utils.interrupts import on_interrupt
 from shoal.utils.tables import duration, size
 
@@ -92,7 +92,7 @@ class PlacedRun(UnitListener):
         folder: RunFolder | None = None,
         save_every: float = 60.0,
         callbacks: Callbacks | None = None,
-        tell: Listener | None = None,
+        notify: Listener | None = None,
         replan: Callable[[float], Placement | None] | None = None,
     ) -> None:
         """Create the run. `replan` returns another placement, or None, given how many times faster the links have
@@ -100,7 +100,7 @@ class PlacedRun(UnitListener):
         self.built, self.workers, self.member = built, workers, built.member
         self.server = build_server(built, workers)
         self.folder, self.save_every, self.callbacks = folder, save_every, callbacks
-        self._listener = tell
+        self._notify = notify
         self._replan = replan
         self._link: Link | None = None
         self._drifts = 0
@@ -121,7 +121,7 @@ class PlacedRun(UnitListener):
             while self.member.status == "running" and self.next is None:
                 kind = PlacedUnit if self.built.roles.staleness is None else AsynchronousUnit
                 runner = UnitRunner(kind(self.member, self.server), self, 1)
-                self._tell("join", tier="placed", unit=1, size=1)
+                self._report("join", tier="placed", unit=1, size=1)
                 try:
                     self._train(runner)
                 except StateLost as error:
@@ -160,7 +160,7 @@ class PlacedRun(UnitListener):
             failed = error
         outcome = Outcome(time.perf_counter() - started, failed)
         done = self.member.place - runner._before[0]
-        self._tell("turn", unit=1, tier="placed", members=1, batches=done, seconds=outcome.seconds, bytes=None)
+        self._report("turn", unit=1, tier="placed", members=1, batches=done, seconds=outcome.seconds, bytes=None)
         return outcome
 
     def _keep_committed(self, runner: UnitRunner) -> None:
@@ -184,7 +184,7 @@ class PlacedRun(UnitListener):
             self._look_at_link()
         if self.folder is not None:
             self.folder.save_many([self.member])
-            self._tell("checkpoint", members=1, seconds=time.monotonic() - started)
+            self._report("checkpoint", members=1, seconds=time.monotonic() - started)
 
     def _take_snapshot(self) -> None:
         if self.built.held_by_workers:
@@ -197,10 +197,10 @@ class PlacedRun(UnitListener):
             raise PlaceError(f"{error}, {self._lost_states} times; check the workers and run this again") from None
         self.member.load_state(copy.deepcopy(self._snapshot))
         for worker in self.workers.live:
-            worker.fresh = True
+            worker.needs_state = True
         line = f"{error}; the run continues from step {self.member.step}"
         self.report.notes.append(line)
-        self.workers.tell(line)
+        self.workers.log(line)
 
     def _look_at_link(self) -> None:
         """Measure the links between two steps. If they have changed by more than a quarter, twice in a row, ask for
@@ -211,7 +211,7 @@ class PlacedRun(UnitListener):
         began = time.monotonic()
         if began < self._next_look:
             return
-        self.workers.check_aside()
+        self.workers.check_paused()
         link = self._probe()
         now = time.monotonic()
         self._next_look = now + LOOK_TIMES * (now - began)
@@ -229,7 +229,7 @@ class PlacedRun(UnitListener):
         decision = "the placement stays" if self.next is None else f"placed again: {self.next.predicted.describe()}"
         line = f"step {self.member.step}: the links are {times:.2f} times as fast as they were; {decision}"
         self.report.notes.append(line)
-        self.workers.tell(line)
+        self.workers.log(line)
 
     def _probe(self) -> Link | None:
         if self._replan is None or not self.workers.live:
@@ -258,13 +258,13 @@ class PlacedRun(UnitListener):
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, /, **data: Any) -> None:
-        if self._listener is not None:
+    def _report(self, kind: str, /, **data: Any) -> None:
+        if self._notify is not None:
             about = self.member if kind in ("join", "epoch", "leave") else None
-            self._listener(happened(kind, about, **data))
+            self._notify(new_event(kind, about, **data))
 
     def epoch(self, runner: UnitRunner, slot: int) -> Ending | None:
-        self._tell("epoch", **self.member.history[-1])
+        self._report("epoch", **self.member.history[-1])
         if self.callbacks is None:
             return None
         return self.callbacks.after(self.member, partial(runner.unit.write_back, [slot]))
@@ -274,5 +274,5 @@ class PlacedRun(UnitListener):
         ending = None if self.callbacks is None else self.callbacks.after(member)
         if ending is not None:
             member.status, member.error = ending.status, ending.error
-        self._tell("leave", status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
+        self._report("leave", status=member.status, error=member.error, steps=member.step, seconds=member.seconds)
         return ending

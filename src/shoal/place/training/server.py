@@ -13,9 +13,9 @@ from torch import Tensor
 from shoal.engine.members.member import Member
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError
+from shoal.net.channel import Arrived
 from shoal.place.devices import divide
 from shoal.place.training.back import Back, Computed, take_rows
-from shoal.place.training.channel import Arrived
 from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.joining import Joining, StateLost
 from shoal.place.training.members import Connected, GroupBroken, Wait, WorkerLost, Workers
@@ -103,7 +103,7 @@ class Server(Joining):
                 parameter.grad = None
             try:
                 self.workers.check_links()
-                self.take_in()
+                self.admit()
                 done = self._attempt(batch, began)
             except WorkerLost as error:
                 self.lose(error, time.monotonic() - began)
@@ -129,7 +129,7 @@ class Server(Joining):
             return
         if self._sharded:
             raise StateLost(f"sharded parameters may differ between workers ({error})")
-        self.workers.tell(f"step {self.member.step}: {error}; the workers make another group")
+        self.workers.log(f"step {self.member.step}: {error}; the workers make another group")
         if self._broken >= MOST_BROKEN:
             raise PlaceError(f"workers cannot reach each other ({error}); check the network between them")
         time.sleep(0.2)  # if a worker has died, its link ends too
@@ -202,12 +202,12 @@ class Server(Joining):
     def _send_task(
         self, share: _Share, rows: Tensor, batch: Batch, fields: Mapping[str, Any], rng: Tensor | None = None
     ) -> None:
-        tensors, news = self._update_for(share.worker)
+        tensors, update = self._update_for(share.worker)
         tensors["rows"] = rows
         if self._front_draws:
             tensors["rng"] = torch.get_rng_state() if rng is None else rng
         share.worker.channel.send(
-            "task", self.attempt, tensors, **news, total=len(batch.rows), first=share.first, counts=share.counts,
+            "task", self.attempt, tensors, **update, total=len(batch.rows), first=share.first, counts=share.counts,
             epoch=batch.epoch, **fields,
         )  # fmt: skip
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from shoal.engine.members.member import Member, draws
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.errors import MemberError
-from shoal.place.training.channel import Arrived
+from shoal.net.channel import Arrived
+from shoal.net.links import LinkLost
 from shoal.place.training.joined_batch import JoinedDraws
 from shoal.place.training.members import Connected, Wait, WorkerLost, WorkerRaised
 from shoal.place.training.server import Batch, Server
-from shoal.split.net.links import LinkLost
 
 IDLE = 0.0005
 """Seconds between two checks of the links."""
@@ -115,7 +115,7 @@ class AsynchronousUnit(PlacedUnit):
         left = batches
         with draws(member):
             while left:
-                server.take_in()
+                server.admit()
                 self._send_batches(feed, to_repeat, flights)
                 finished = self._wait(flights, to_repeat)
                 if finished is None:

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +18,17 @@ from shoal.engine.members.optimizers import make_optimizer
 from shoal.engine.members.step import autocast, number, run_step
 from shoal.engine.tiers.serial import Buffers
 from shoal.errors import PlaceError, ShoalError, describe
-from shoal.place.training.channel import DAY, Arrived, Channel
+from shoal.net.channel import DAY, Arrived, Channel
+from shoal.net.handshake import describe_training
+from shoal.net.joining import join_and_serve
+from shoal.net.links import Address, Link, LinkLost
+from shoal.net.messages import WireError
 from shoal.place.training.front import Factors, GradientSender, Shards
 from shoal.place.training.group import GroupLost, Interrupted, WorkerGroup, gpu_of
 from shoal.place.training.joined_batch import JoinedDraws, JoinedRows, join_batch_norms
 from shoal.place.training.roles import Built, chunks, random_state
 from shoal.split.core.moments import load_moments, moments_of
-from shoal.split.net.handshake import describe_training
-from shoal.split.net.joining import join_and_serve
-from shoal.split.net.links import Address, Link, LinkLost
-from shoal.split.net.messages import WireError
+from shoal.utils.tables import Log
 
 PARAMETER, MOMENT = "p:", "m:"
 """Prefixes of the names of tensors in messages."""
@@ -56,7 +57,7 @@ def serve_worker(
     *,
     device: torch.device | str = "cpu",
     patience: float = 60.0,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> int:
     """Work for the server at `where` until it ends the run, and return how many batches were computed here.
 
@@ -75,7 +76,7 @@ def serve_worker(
             worker.leave_group()
             channel.close()
 
-    join_and_serve(where, request, serve, leader="server", patience=patience, error=PlaceError, tell=tell)
+    join_and_serve(where, request, serve, leader="server", patience=patience, error=PlaceError, log=log)
     return worker.done
 
 

@@ -107,12 +107,12 @@ class Method(ABC):
     def finish_merge(self, model: nn.Module, tensors: Tensors) -> None:  # noqa: B027  # most have nothing to do
         """Finish the merged network before it is evaluated, for example by estimating batch norm statistics again.
 
-        `tensors` are all tensors that train, companions included.
+        `tensors` are all tensors that train, extra ones included.
         """
 
     # --- what only some methods need --------------------------------------------------------------------------------
 
-    def companions(self) -> Tensors:
+    def extra_tensors(self) -> Tensors:
         """Return tensors that train beside the network's own, such as local heads, under names that the network does
         not use.
 
@@ -158,10 +158,10 @@ class Method(ABC):
 class TaskExecutor(Protocol):
     """Trains tasks: in this process, as a pack, or on workers elsewhere."""
 
-    def roll(self, number: int) -> Sequence[Worker]:
+    def workers_of_round(self, number: int) -> Sequence[Worker]:
         """Return the workers of this round. May wait until there is one."""
         ...
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        """Train the tasks, the i-th on the i-th worker that `roll` returned last. A task that was lost gives None."""
+        """Train the tasks, the i-th on the i-th worker of the round. A task that was lost gives None."""
         ...

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.engine.members.optimizers import make_optimizer
 from shoal.jobs.job import Job
+from shoal.net.links import Traffic
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.moments import moments_of
 from shoal.split.core.parts import Outcome, Part, Task, Tensors
@@ -72,21 +73,6 @@ class SplitReport:
         return "\n".join([*lines, *self.notes])
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that were sent to workers and received from them, without TCP and IP headers."""
-
-    sent: int = 0
-    received: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.received + other.received)
-
-    @property
-    def both(self) -> int:
-        return self.sent + self.received
-
-
 def tensor_bytes(content: Task | Outcome) -> int:
     """Count the bytes of the tensors of a task or an outcome."""
     groups = (content.tensors, content.moments, content.extras)
@@ -101,7 +87,7 @@ class Forecast:
 
     def __init__(self, method: Method, size: Callable[[Task | Outcome], int] = tensor_bytes) -> None:
         self.method, self.size = method, size
-        self.state = State.of(method.model, method.companions(), device="meta")
+        self.state = State.of(method.model, method.extra_tensors(), device="meta")
         self.travels = method.moments == "travel" and method.merge == "weights"
         self.moments = _all_moments(method) if self.travels else {}
         self.owners = self.state.tensors.keys()
@@ -138,8 +124,8 @@ class Forecast:
 
 
 def _all_moments(method: Method) -> Tensors:
-    """Return the optimizer state of the network's parameters and of its companions, on the meta device."""
-    job, beside = method.member.job, method.companions()
+    """Return the optimizer state of the network's parameters and of extra tensors, on the meta device."""
+    job, beside = method.member.job, method.extra_tensors()
     moments = optimizer_state(job, method.model)
     if beside:
         extra = optimizer_state(replace(job, params=None), nn.ParameterList(beside.values()))

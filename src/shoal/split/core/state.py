@@ -51,12 +51,12 @@ class State:
     def of(
         cls,
         network: nn.Module,
-        companions: Tensors | None = None,
+        extra_tensors: Tensors | None = None,
         fill: Mapping[str, float] | None = None,
         device: torch.device | str = "cpu",
     ) -> State:
-        """Copy all tensors of a network and its companions. Tied weights are copied once, under their first name."""
-        tensors = {**tensors_of(network), **(companions or {})}
+        """Copy all tensors of a network and its extra tensors. Tied weights are copied once, under their first name."""
+        tensors = {**tensors_of(network), **(extra_tensors or {})}
         return cls({name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}, fill=fill)
 
     # --- out ------------------------------------------------------------------------------------------------------

@@ -43,14 +43,14 @@ def train_task(
     data: View,
     *,
     private: bool = False,
-    home: torch.device = CPU,
+    result_device: torch.device = CPU,
 ) -> Outcome:
     """Train a part on this device as its task says.
 
     Args:
         data: The job's data, opened on the device.
         private: The data is only the part's shard.
-        home: The device that the resulting tensors are moved to.
+        result_device: The device that the resulting tensors are moved to.
 
     A loss or a weight that is not finite ends the training: the outcome then has no tensors, and its last loss says
     why.
@@ -71,7 +71,7 @@ def train_task(
         losses = torch.stack(training.losses).double().tolist()
         seconds = time.perf_counter() - started
     finite = all(math.isfinite(loss) for loss in losses)
-    tensors = {name: value.to(home) for name, value in training.result().items()} if finite else {}
+    tensors = {name: value.to(result_device) for name, value in training.result().items()} if finite else {}
     if not all_finite(tensors):
         tensors, losses = {}, [*losses[:-1], math.nan]
     extras = {f"log/{name}": torch.tensor(values, dtype=torch.float64) for name, values in training.logs.items()}
@@ -81,7 +81,7 @@ def train_task(
         round=task.round,
         number=part.number,
         tensors=tensors,
-        moments=at_home(training.moments(), home)
+        moments=to_result_device(training.moments(), result_device)
         if tensors and method.merge == "weights" and method.moments == "travel"
         else {},
         extras={name: value.cpu() for name, value in extras.items()},
@@ -160,10 +160,10 @@ class _PartTraining:
         return moments
 
 
-def at_home(moments: Tensors, home: torch.device) -> Tensors:
+def to_result_device(moments: Tensors, result_device: torch.device) -> Tensors:
     """Move moments to the device of the state; numbers (an optimizer's step count) to the CPU, where optimizers
     expect them."""
-    return {name: value.to(home) if value.dim() else value.cpu() for name, value in moments.items()}
+    return {name: value.to(result_device) if value.dim() else value.cpu() for name, value in moments.items()}
 
 
 def all_finite(tensors: Tensors) -> bool:
@@ -243,18 +243,21 @@ class Serial:
     """Trains the parts in this process, one after another: the reference for every other executor."""
 
     tier = "serial"
-    home: torch.device
+    result_device: torch.device
     """Where outcomes are: on the device itself, so that the state stays there and rounds copy nothing."""
 
     def __init__(self, job: Job, method: Method, workers: int, device: torch.device | str = "cpu") -> None:
         check_count("workers", workers)
         self.job, self.method = job, method
-        self.device = self.home = torch.device(device)
+        self.device = self.result_device = torch.device(device)
         self.data = method.data_on(self.device)
         self.workers = [Worker(number) for number in range(workers)]
 
-    def roll(self, number: int) -> Sequence[Worker]:
+    def workers_of_round(self, number: int) -> Sequence[Worker]:
         return self.workers
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
-        return [train_task(self.job, self.method, task, self.device, self.data, home=self.home) for task in tasks]
+        return [
+            train_task(self.job, self.method, task, self.device, self.data, result_device=self.result_device)
+            for task in tasks
+        ]

@@ -27,7 +27,7 @@ from shoal.split.core.moments import moments_in, order_of, state_of
 from shoal.split.core.parts import Outcome, Task, Tensors
 from shoal.split.core.reading import Reading
 from shoal.split.core.state import named_state, tensors_of
-from shoal.split.executors.local import Serial, all_finite, at_home
+from shoal.split.executors.local import Serial, all_finite, to_result_device
 from shoal.user_loop.pack import Pack
 
 
@@ -268,11 +268,13 @@ class _PackedParts:
     def _result(self, index: int) -> tuple[Tensors, Tensors]:
         """Return a member's weights and moments where it is trained; without moments if they are not sent."""
         id = self.pack.ids[index]
-        tensors = {name: tensor.to(self.executor.home) for name, tensor in tensors_of(self.pack.member(id)).items()}
+        tensors = {
+            name: tensor.to(self.executor.result_device) for name, tensor in tensors_of(self.pack.member(id)).items()
+        }
         if self.executor.method.moments == "fresh" and self.executor.device.type == "cuda":
             return tensors, {}
         moments = moments_in(self.pack.optimizer_state(id)["state"], self.orders[index])
-        return tensors, at_home(moments, self.executor.home)
+        return tensors, to_result_device(moments, self.executor.result_device)
 
 
 def _state_names(network: nn.Module) -> dict[str, str]:

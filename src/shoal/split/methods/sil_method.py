@@ -187,7 +187,7 @@ class SILMethod(Method):
         with seeded(mixed(self.source.seed, self.count), torch.device("cpu")):
             return [make_head(cut_point, self.pieces.output, width) for cut_point in self.pieces.cuts]
 
-    def companions(self) -> Tensors:
+    def extra_tensors(self) -> Tensors:
         return {
             f"{_head(index)}{name}": tensor
             for index, head in enumerate(self.heads)

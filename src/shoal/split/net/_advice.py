@@ -15,6 +15,7 @@ import torch
 from shoal.engine.tiers.threads import threads_to_time
 from shoal.errors import ShoalError
 from shoal.jobs.job import Job
+from shoal.net.link_speed import LinkSpeed
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Part
 from shoal.split.core.report import Forecast
@@ -24,7 +25,6 @@ from shoal.split.methods.averaging import DataParallel, LocalSGD
 from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._codec import codec_named
 from shoal.split.net._wire import message_bytes
-from shoal.split.net.links import LinkSpeed
 from shoal.split.sil import costs
 from shoal.utils.tables import duration, render, size
 from shoal.utils.torch_flags import torch_flags
@@ -123,7 +123,7 @@ def _local_steps(parts: Sequence[Part]) -> int:
 
 def _time_step(method: Method, part: Part, device: torch.device) -> float:
     """Return the seconds of one step of a part here, after a warm-up step."""
-    state, slices = State.of(method.model, method.companions()), method.slices(part)
+    state, slices = State.of(method.model, method.extra_tensors()), method.slices(part)
     seconds = 0.0
     for steps in (1, min(TIMED_STEPS, max(part.steps, 1))):
         task = state.task(0, replace(part, steps=steps), slices, extras=method.extras(0, part))

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import SplitError
+from shoal.net.messages import tensor_bytes
 from shoal.split.core.method import Method
 from shoal.split.core.parts import Index, Outcome, Slice, Task, Tensors
 from shoal.split.core.state import tensors_of
-from shoal.split.net.messages import tensor_bytes
 
 Shape = tuple[int, ...]
 
@@ -137,7 +137,7 @@ class OutcomeCodec:
 
     def __init__(self, method: Method, codec: Codec) -> None:
         self.method, self.codec = method, codec
-        tensors = {**tensors_of(method.model), **method.companions()}
+        tensors = {**tensors_of(method.model), **method.extra_tensors()}
         self.whole: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.feedback = Feedback(codec, self.whole)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.net.messages import HEADER_BYTES, OUTCOME, TASK, Header, Message, WireError, make_message, reading
 from shoal.split.core.parts import Outcome, Part, Task, Tensors
 from shoal.split.net._codec import CODECS, EXACT, Codec, for_moments, for_weights
-from shoal.split.net.messages import HEADER_BYTES, OUTCOME, TASK, Header, Message, WireError, make_message, reading
 
 _PART_FIELDS = ("role", "shard", "start", "steps", "seed")
 _OUTCOME_FIELDS = ("rows", "seconds", "peak_bytes")

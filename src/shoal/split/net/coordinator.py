@@ -13,16 +13,18 @@ from typing import Any, Self
 
 from shoal.errors import ShoalError, SplitError, describe
 from shoal.jobs.job import Job
+from shoal.net.deadline import Deadline
+from shoal.net.handshake import difference
+from shoal.net.joining import Admission
+from shoal.net.link_speed import LinkSpeed, probe_link
+from shoal.net.links import Address, Link, LinkLost, Traffic
+from shoal.net.messages import END, OUTCOME, RAISED, text_message
 from shoal.split.core.method import Method, Worker
 from shoal.split.core.parts import Outcome, Task
-from shoal.split.core.report import Traffic
 from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._wire import read_outcome, to_message
-from shoal.split.net.deadline import Deadline
-from shoal.split.net.handshake import describe_job, difference
-from shoal.split.net.joining import Admission, Tell
-from shoal.split.net.links import Address, Link, LinkLost, LinkSpeed, probe_link
-from shoal.split.net.messages import END, OUTCOME, RAISED, text_message
+from shoal.split.net.job_description import describe_job
+from shoal.utils.tables import Log
 
 END_SECONDS = 2.0
 """How long it may take to send a worker the end of the run."""
@@ -96,7 +98,7 @@ class Distributed:
         deadline: float | None = None,
         start_seconds: float = 60.0,
         patience: float = 300.0,
-        tell: Tell | None = None,
+        log: Log | None = None,
     ) -> None:
         """Listen for workers.
 
@@ -112,21 +114,21 @@ class Distributed:
         self._plan = describe_job(job, method)
         self._outcomes = OutcomeCodec(method, self.codec)
         self._workers: list[Connected] = []
-        self._gone = Traffic()
+        self._ended_traffic = Traffic()
         self._admission = Admission(
             "coordinator", self._differs, _connected, expected=workers, address=address, offer=offer,
-            start_seconds=start_seconds, patience=patience, tell=tell,
+            start_seconds=start_seconds, patience=patience, log=log,
             advice=lambda address: f"start one with `shoal split FILE --join {address}`",
         )  # fmt: skip
-        self.address, self._tell = self._admission.address, self._admission.tell
+        self.address, self._log = self._admission.address, self._admission.log
 
     # --- the workers ------------------------------------------------------------------------------------------------
 
-    def roll(self, number: int) -> Sequence[Worker]:
+    def workers_of_round(self, number: int) -> Sequence[Worker]:
         """Return the workers of this round. Waits for the first ones, and whenever there are none."""
         self._add_workers(self._admission.arrivals(needed=not self._workers))
         if not self._workers:
-            raise SplitError(self._admission.nobody())
+            raise SplitError(self._admission.why_no_worker())
         return [Worker(m.number, self._speed(m), m.shard) for m in self._workers]
 
     def _add_workers(self, arrived: Sequence[Connected]) -> None:
@@ -144,13 +146,13 @@ class Distributed:
         return other
 
     def probe(self) -> LinkSpeed:
-        """Measure the slowest link; call it between rounds, after `roll`."""
+        """Measure the slowest link; call it between rounds, after `workers_of_round`."""
         speeds = []
         for worker in list(self._workers):
             try:
                 speeds.append(probe_link(worker.link))
             except ShoalError as error:
-                self._tell(f"lost worker {worker.number} ({worker.name}) while its link was measured: {error}")
+                self._log(f"lost worker {worker.number} ({worker.name}) while its link was measured: {error}")
                 self._drop(worker)
         if not speeds:
             raise SplitError("no worker is left to measure the link of; start them again")
@@ -222,13 +224,13 @@ class Distributed:
                 continue
             self.lost.append(Lost(turn.task.round, turn.worker.number, str(turn.error), turn.seconds, turn.limit))
             self._drop(turn.worker)
-            self._tell(
+            self._log(
                 f"round {turn.task.round}: lost worker {turn.worker.number} ({turn.worker.name}): {turn.error}; "
                 "its part keeps its last value"
             )
 
     def _drop(self, worker: Connected) -> None:
-        self._gone += worker.link.traffic
+        self._ended_traffic += worker.link.traffic
         worker.link.close()
         self._workers.remove(worker)
 
@@ -250,7 +252,7 @@ class Distributed:
     @property
     def traffic(self) -> Traffic:
         """The bytes at the sockets of all links so far, as counted here."""
-        return sum((worker.link.traffic for worker in self._workers), self._gone)
+        return sum((worker.link.traffic for worker in self._workers), self._ended_traffic)
 
     @property
     def moved(self) -> int:
@@ -259,7 +261,7 @@ class Distributed:
 
     def forget_traffic(self) -> None:
         """Restart the count of bytes, since earlier traffic was not training."""
-        self._gone = Traffic()
+        self._ended_traffic = Traffic()
         for worker in self._workers:
             worker.link.forget_traffic()
 

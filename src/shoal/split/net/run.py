@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,9 @@ import torch
 
 from shoal.errors import SplitError
 from shoal.jobs.job import Job
+from shoal.net.link_speed import LinkSpeed
+from shoal.net.links import Address, LinkLost, read_offer
+from shoal.net.torchrun import Torchrun
 from shoal.results import Result
 from shoal.settings import parse_seconds, pick_device
 from shoal.split.api import add_notes
@@ -22,19 +25,16 @@ from shoal.split.methods.sil_method import SILMethod
 from shoal.split.net._advice import Advice, advise
 from shoal.split.net._wire import message_bytes
 from shoal.split.net.coordinator import Distributed
-from shoal.split.net.launch import Torchrun, local_workers
-from shoal.split.net.links import Address, LinkLost, LinkSpeed, read_offer
+from shoal.split.net.launch import local_workers
 from shoal.split.net.worker import serve_worker
 from shoal.split.settings import Settings
 from shoal.split.sil import report as report_of_parts
 from shoal.split.trainer import train_split
-from shoal.utils.tables import duration
-
-Tell = Callable[[str], None]
+from shoal.utils.tables import Log, duration
 
 
 @dataclass(kw_only=True, slots=True)
-class Place:
+class ProcessRole:
     """The role of this process in a run."""
 
     coordinator: str | None = None
@@ -84,31 +84,31 @@ class Place:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
+class DistributedSplit:
     """A job, how to split it, and the role of this process."""
 
     job: Job
     given: Mapping[str, Any]
     """The settings given to this process."""
-    place: Place
+    role: ProcessRole
     device: str = "cpu"
     out: str | None = None
     checkpoint_every: str | float = "60s"
     deadline: float | None = None
     patience: float = 60.0
     link: str | None = None
-    tell: Tell | None = None
+    log: Log | None = None
 
     def go(self) -> Result | None:
         """Train, and return the result at the coordinator."""
         self._check()
-        where = self.place.worker_of
+        where = self.role.worker_of
         if where is not None:
             self._serve(where)
             return None
         settings, job, method = self._prepare()
         with self._executor(settings, job, method, settings.workers) as executor:
-            executor.roll(0)
+            executor.workers_of_round(0)
             return self._train(settings, job, method, executor)
 
     def _check(self) -> None:
@@ -122,7 +122,7 @@ class Run:
     def _prepare(self) -> tuple[Settings, Job, Method]:
         """Return the settings, the job and the method at the coordinator. Mistakes raise here, before waiting for
         workers."""
-        started = self.place.torchrun
+        started = self.role.torchrun
         settings = Settings.read({"workers": started.world} if started is not None else {}, self.given)
         job = settings.job(self.job)
         method = settings.build(job)
@@ -139,23 +139,23 @@ class Run:
     @contextmanager
     def _executor(self, settings: Settings, job: Job, method: Method, workers: int) -> Iterator[Distributed]:
         """Start the coordinator with its local workers."""
-        local = self.place.local_of(workers)
+        local = self.role.local_of(workers)
         with local_workers(
             job, method, local, others=workers - local, worker={"device": self._device(), "patience": 10.0},
-            address=self.place.address, offer=settings.given(), codec=settings.codec, deadline=self.deadline,
-            patience=max(self.patience, 60.0), start_seconds=self.patience, tell=self.tell,
+            address=self.role.address, offer=settings.given(), codec=settings.codec, deadline=self.deadline,
+            patience=max(self.patience, 60.0), start_seconds=self.patience, log=self.log,
         ) as (executor, _):  # fmt: skip
             if local < workers:
                 self._say(f"coordinator at {executor.address}, waiting for {workers - local} workers")
             yield executor
 
     def _say(self, line: str) -> None:
-        if self.tell is not None:
-            self.tell(line)
+        if self.log is not None:
+            self.log(line)
 
     def _train(self, settings: Settings, job: Job, method: Method, executor: Distributed) -> Result:
         """Print the advice, train at the coordinator, and return the result with its report."""
-        workers = executor.roll(0)
+        workers = executor.workers_of_round(0)
         speed = LinkSpeed.parse(self.link) if self.link is not None else executor.probe()
         try:
             self._say(advise(job, method, len(workers), speed, codec=settings.codec, device=self._device()).sentence)
@@ -164,7 +164,7 @@ class Run:
         predicted = Forecast(method, partial(message_bytes, codec=executor.codec)).all_rounds(workers)
         executor.forget_traffic()
         result = train_split(
-            job, method, executor, device=self._device(), out=self.out, tell=self.tell,
+            job, method, executor, device=self._device(), out=self.out, log=self.log,
             checkpoint_every=self.checkpoint_every,
         )  # fmt: skip
         report = result.split
@@ -182,7 +182,7 @@ class Run:
 
     def _serve(self, where: Address) -> None:
         """Run as a worker, with the coordinator's settings."""
-        started = self.place.torchrun
+        started = self.role.torchrun
         if started is not None:
             settings = Settings.read({"workers": started.world}, self.given)
         else:
@@ -193,8 +193,8 @@ class Run:
         job = settings.job(self.job)
         method = settings.build(job)
         done = serve_worker(
-            job, method, where, device=self._device(), codec=settings.codec, shard=self.place.shard,
-            patience=self.patience, tell=self.tell,
+            job, method, where, device=self._device(), codec=settings.codec, shard=self.role.shard,
+            patience=self.patience, log=self.log,
         )  # fmt: skip
         self._say(f"the coordinator at {where} is done; {done} tasks were trained here")
 
@@ -205,8 +205,8 @@ class Run:
         if self.link is not None:
             speed = LinkSpeed.parse(self.link)
         else:
-            self.place.local = 1
+            self.role.local = 1
             with self._executor(settings, job, method, 1) as executor:
-                executor.roll(0)
+                executor.workers_of_round(0)
                 speed = executor.probe()
         return advise(job, method, settings.workers, speed, codec=settings.codec, device=self._device())

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shoal.errors import SplitError, describe
 from shoal.jobs.job import Job
+from shoal.net.joining import join_and_serve
+from shoal.net.links import Address, Link
+from shoal.net.messages import END, PROBE, RAISED, TASK, Message, WireError, text_message
 from shoal.split.core.method import Method
 from shoal.split.executors.local import train_task
 from shoal.split.net._codec import OutcomeCodec, codec_named
 from shoal.split.net._wire import read_task, to_message
-from shoal.split.net.handshake import describe_job
-from shoal.split.net.joining import join_and_serve
-from shoal.split.net.links import Address, Link
-from shoal.split.net.messages import END, PROBE, RAISED, TASK, Message, WireError, text_message
+from shoal.split.net.job_description import describe_job
+from shoal.utils.tables import Log
 
 SEND_SECONDS = 3600.0
 """How long sending an outcome may take; the coordinator cuts the link when it has waited long enough."""
@@ -38,7 +38,7 @@ def serve_worker(
     codec: str = "exact",
     shard: int | None = None,
     patience: float = 60.0,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> int:
     """Train tasks for the coordinator at `where` until it ends the run, and return how many tasks were trained.
 
@@ -51,9 +51,7 @@ def serve_worker(
         SplitError: If the coordinator ended with an error or cannot be reached.
     """
     worker = _Worker(job, method, torch.device(device), codec, shard)
-    join_and_serve(
-        where, worker.ask, worker.serve, leader="coordinator", patience=patience, error=SplitError, tell=tell
-    )
+    join_and_serve(where, worker.ask, worker.serve, leader="coordinator", patience=patience, error=SplitError, log=log)
     return worker.done
 
 

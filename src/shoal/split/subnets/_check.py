@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shoal.engine.runtime.processes import apart
+from shoal.engine.processes.child import apart
 from shoal.errors import describe
 from shoal.split.core.state import named_state
 from shoal.split.subnets._record import shell

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -113,25 +114,18 @@ def tune(
     )  # fmt: skip
     if out is not None and spec.space is not None:
         spec.space.check_storable()
-    journal = Journal(None if out is None else Path(out))
-    trials, written = journal.open(_described(spec, sampler))
-    try:
+    with closing(Journal(None if out is None else Path(out))) as journal:
+        trials, written = journal.open(_described(spec, sampler))
         mirror = _mirror(storage, study_name, spec, None if out is None else written["run"])
         search = TrialSearch(
-            spec.jobs, spec.goal, spec.scheduler, spec.sampler, spec.objectives.names, journal,
-            mirror, trials,
-        )  # fmt: skip
+            spec.jobs, spec.goal, spec.scheduler, spec.sampler, spec.objectives.names, journal, mirror, trials
+        )
         if mirror is not None:
             for previous in mirror.previous():
                 spec.sampler.tell(previous)
             mirror.attach(trials)
-        try:
+        with nullcontext() if mirror is None else closing(mirror):
             results = _run(search, settings, journal.folder, progress, callbacks, events)
-        finally:
-            if mirror is not None:
-                mirror.close()
-    finally:
-        journal.close()
     study = Study(
         objectives=spec.objectives, max_epochs=max_epochs, scheduler=spec.scheduler.name,
         trials=search.trials, brackets=spec.scheduler.brackets(spec.goal), results=results,
@@ -210,11 +204,11 @@ def _run(
     with progress_for([], progress, view) as shown:
         listeners = Listeners([shown, *([events] if events is not None else [])])
 
-        def tell(event: Event) -> None:
+        def notify(event: Event) -> None:
             listeners(event)
 
         out = None if folder is None else folder / "run"
-        return carry_out([], settings, out=out, callbacks=callbacks, events=tell, search=search)
+        return carry_out([], settings, out=out, callbacks=callbacks, events=notify, search=search)
 
 
 def arguments() -> list[str]:

@@ -37,7 +37,7 @@ ENDS: dict[str, State] = {"done": "complete", "stopped": "complete", "diverged":
 
 
 class TrialSearch:
-    """The trials of one study. Implements `shoal.training.Search`."""
+    """The trials of one study. Implements `shoal.engine.processes.training_run.Search`."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class TrialSearch:
 
     # --- during the run -------------------------------------------------------------------------------------------
 
-    def look(self, run: Run) -> None:
+    def update(self, run: Run) -> None:
         """Read what the trials have reached, and do what the scheduler decides."""
         first, self._begun = not self._begun, True
         if first:

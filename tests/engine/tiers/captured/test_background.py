@@ -317,7 +317,11 @@ def test_a_smaller_stack_is_not_compiled_while_training_waits() -> None:
     trained.compile_meanwhile(lambda *seconds: None)
     forms: list[str] = []
     trained._crowded = True  # free rows are dropped as soon as they can be
-    run([trained], Patient(Timed(0.5)), lambda member: forms.append(f"{len(trained.chunks[0].seats)} {trained.form}"))
+    run(
+        [trained],
+        Patient(Timed(0.5)),
+        lambda member: forms.append(f"{len(trained.chunks[0].by_row)} {trained.form}"),
+    )
     assert "3 stacked compiled" in forms and forms[-1] == "1 stacked"
     for ours, job in zip(collect(members, {}), jobs_of_other_lengths, strict=True):
         assert worst(ours, shoal.solo(job)) < 1e-9
@@ -339,7 +343,7 @@ def test_the_process_ends_with_a_stack_of_another_size(compiling: list[CapturedU
     trained.write_back()
     trained.keep([0])
     trained._fit()
-    assert len(trained.chunks[0].seats) == 1 and gone(group)
+    assert len(trained.chunks[0].by_row) == 1 and gone(group)
 
 
 PARENT = """

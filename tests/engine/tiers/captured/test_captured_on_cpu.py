@@ -131,7 +131,7 @@ class Seats(PlanningContext):
         ]
         return list(zip(made, parts, strict=True))
 
-    def seat(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
+    def recipe_to_join(self, runner: UnitRunner, member: Member, beside: Sequence[Recipe] = ()) -> Recipe | None:
         recipe = self.recipes[member.index]
         return recipe if runner.unit.accepts(recipe, beside) else None
 
@@ -152,7 +152,7 @@ def test_seats_that_are_taken_again(chunk: int, policy: Policy, kinds: bool) -> 
     planning = Seats(members, timed=False)
     planning.budget, planning.chunk = 4, chunk
     told: list[Event] = []
-    run = Run(members, planning, policy=policy, tell=told.append)
+    run = Run(members, planning, policy=policy, notify=told.append)
     run.turn_seconds = 1e-4
     run.go()
     joins = [event.data["unit"] for event in told if event.kind == "join"]

@@ -52,7 +52,7 @@ def ridden(count: int, most: int, knows: bool = True) -> tuple[list[Member], lis
     planning = Narrow(members, timed=False)
     planning.most, planning.knows = most, knows
     told: list[Event] = []
-    Run(members, planning, tell=told.append).go()
+    Run(members, planning, notify=told.append).go()
     return members, told
 
 
@@ -92,7 +92,7 @@ def test_one_that_fills_the_memory_does_not_keep_the_others_apart(place: int) ->
     wide = shoal.Job(model=lambda: nn.Sequential(nn.Linear(5, 99), nn.Linear(99, 3)), name="wide", **settings)
     members = prepare([*jobs[:place], wide, *jobs[place:]], torch.device("cpu"))
     told: list[Event] = []
-    Run(members, Hungry(members, timed=False), tell=told.append).go()
+    Run(members, Hungry(members, timed=False), notify=told.append).go()
     assert {member.status for member in members if member.name != "wide"} == {"done"}
     leaving = [(i, event.member.name) for i, event in enumerate(told) if event.kind == "leave" and event.member]
     before = [name for _, name in leaving].index("wide")

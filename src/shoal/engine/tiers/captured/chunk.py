@@ -1,6 +1,6 @@
 """A part of a unit that is one stack: all of its members, some of them, or one alone without a member axis.
 
-A seat is a row for a member. A member that leaves frees its seat, and another one may take it while every address stays
+A member that leaves frees its row, and another one may take it while every address stays
 the same, so that what was compiled and captured remains valid.
 """
 
@@ -40,7 +40,7 @@ class Chunk:
     ) -> None:
         self.stack, self.trace_cache, self.cache = stack, trace_cache, cache
         self.solo, self.shared, self.compiled = solo, shared, compiled
-        self.seats: list[Member | None] = list(stack.members)
+        self.by_row: list[Member | None] = list(stack.members)
         """The member of each row, or None if the row is free and does not change."""
         member = stack.members[0]
         size, n, device = len(stack.rows), member.shape_rows, stack.device
@@ -96,22 +96,22 @@ class Chunk:
     @property
     def alive(self) -> list[int]:
         """The rows of members that are still in training."""
-        return [row for row, member in enumerate(self.seats) if member is not None]
+        return [row for row, member in enumerate(self.by_row) if member is not None]
 
     @property
     def members(self) -> list[Member]:
-        return [member for member in self.seats if member is not None]
+        return [member for member in self.by_row if member is not None]
 
-    # --- seats ------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------------------------
 
-    def free_seat(self, recipe: Recipe, taken: Container[int] = ()) -> int | None:
+    def free_row(self, recipe: Recipe, taken: Container[int] = ()) -> int | None:
         """Return a free row that fits this member: same computation, same numbers in it, no missing terms.
 
         Args:
             taken: Rows that are reserved for others.
         """
         first = self.stack.recipes[0]
-        free = {row for row, member in enumerate(self.seats) if member is None and row not in taken}
+        free = {row for row, member in enumerate(self.by_row) if member is None and row not in taken}
         if (
             not free
             or self.shared
@@ -131,15 +131,15 @@ class Chunk:
                     return row
         return None
 
-    def assign(self, seats: Mapping[int, Recipe]) -> None:
+    def assign(self, recipes_by_row: Mapping[int, Recipe]) -> None:
         """Put members, at any point of their training, into free rows, all of them at once."""
-        new_members = Stack(list(seats.values()), size=len(seats), temporary=True)
-        seat = {recipe.member.index: row for row, recipe in seats.items()}
-        rows = [seat[member.index] for member in new_members.members]  # the stack has its own order
+        new_members = Stack(list(recipes_by_row.values()), size=len(recipes_by_row), temporary=True)
+        row_of = {recipe.member.index: row for row, recipe in recipes_by_row.items()}
+        rows = [row_of[member.index] for member in new_members.members]  # the stack has its own order
         self.stack.put(rows, new_members)
         for row, member in zip(rows, new_members.members, strict=True):
             _to_host(member)
-            self._orders[row], self.seats[row] = None, member
+            self._orders[row], self.by_row[row] = None, member
         counted = [[m.batches for m in new_members.members], [signed(m.job.seed) for m in new_members.members]]
         index, counts, seeds = torch.tensor([rows, *counted], device=self.stack.device).unbind(0)
         self.inputs.count.index_copy_(0, index, counts)
@@ -150,17 +150,17 @@ class Chunk:
     def release(self, rows: Sequence[int]) -> None:
         """Make rows free."""
         for row in rows:
-            self.seats[row] = None
+            self.by_row[row] = None
         self._rest()
 
     def _rest(self) -> None:
         """Stop the schedules of members that have left, which may be at their end."""
-        self.stack.optimizer.freeze_schedules([row for row, seat in enumerate(self.seats) if seat is None])
+        self.stack.optimizer.freeze_schedules([row for row, member in enumerate(self.by_row) if member is None])
 
     def fitted(self) -> Chunk:
-        """Return this chunk, or a smaller one with the same members if half of the seats are free."""
+        """Return this chunk, or a smaller one with the same members if half of the rows are free."""
         rows = self.alive
-        if len(rows) > len(self.seats) // 2 or not rows:
+        if len(rows) > len(self.by_row) // 2 or not rows:
             return self
         stack = self.stack.keep(rows, len(rows))
         return Chunk(stack, self.trace_cache, self.cache, solo=self.solo, shared=self.shared, compiled=self.compiled)
@@ -174,7 +174,7 @@ class Chunk:
             self.move(rows)
             return
         self._load_orders()
-        places = [0 if member is None else member.place for member in self.seats]
+        places = [0 if member is None else member.place for member in self.by_row]
         if places != self._places:
             self.inputs.place.copy_(torch.tensor(places[self.alive[0]] if self.shared else places))
             self._places = places
@@ -187,7 +187,7 @@ class Chunk:
 
     def move(self, rows: int, after: int = 0) -> None:
         """Let the members step whose batch, `after` batches from now, has `rows` rows; the others do not change."""
-        moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.seats]
+        moving = [m is not None and m.rows_in(after + 1) - m.rows_in(after) == rows for m in self.by_row]
         if moving != self._moving:
             self.inputs.moving.copy_(torch.tensor(moving))
             self._moving = moving
@@ -200,9 +200,9 @@ class Chunk:
             order = self.members[0].order
             if self._orders[0] is not order and order is not None:
                 held.copy_(order)
-                self._orders = [order] * len(self.seats)
+                self._orders = [order] * len(self.by_row)
             return
-        orders = [self._orders[row] if member is None else member.order for row, member in enumerate(self.seats)]
+        orders = [self._orders[row] if member is None else member.order for row, member in enumerate(self.by_row)]
         fresh = [row for row, order in enumerate(orders) if order is not None and order is not self._orders[row]]
         if len(fresh) == len(orders):
             self._stage([order for order in orders if order is not None])
@@ -218,8 +218,8 @@ class Chunk:
 
     def look_ahead(self) -> None:
         """Stage the next epoch's orders, if all members begin it together."""
-        ahead = [seat.ahead[0] for seat in self.seats if seat is not None and seat.ahead is not None]
-        if not self.shared and len(ahead) == len(self.seats):
+        ahead = [member.ahead[0] for member in self.by_row if member is not None and member.ahead is not None]
+        if not self.shared and len(ahead) == len(self.by_row):
             self._stage(ahead)
 
     def _stage(self, orders: list[Tensor]) -> None:
@@ -317,14 +317,14 @@ class Chunk:
         """Write the results of this many batches into the members."""
         losses = self.inputs.losses[:batches].T.tolist()
         logs = [] if self.inputs.logs is None else self.inputs.logs[:batches].permute(2, 1, 0).tolist()
-        for row, member in enumerate(self.seats):
+        for row, member in enumerate(self.by_row):
             if member is not None:
                 member.losses += losses[row]
                 member.place += batches
                 member.batches += batches
                 if logs:
                     member.log(batches, dict(zip(self.log_names, logs[row], strict=True)))
-        self._places = [0 if member is None else member.place for member in self.seats]
+        self._places = [0 if member is None else member.place for member in self.by_row]
         self.stack.optimizer.skip_steps(batches)
 
 

@@ -65,13 +65,13 @@ class CapturedUnit(Unit):
         self._mixed = False
         """Whether some members have a full batch now and others a short one."""
         self._batches = 0
-        self._seated()
+        self._note_members()
 
     @property
     def form(self) -> str:
         return self.tier + perf_cache.COMPILED if self.compiled else self.tier
 
-    def _seated(self) -> None:
+    def _note_members(self) -> None:
         """Update the list of members from the chunks."""
         self.members = [member for chunk in self.chunks for member in chunk.members]
 
@@ -129,7 +129,7 @@ class CapturedUnit(Unit):
     def _make_sure(self) -> None:
         """Raise an error if there is not enough memory for a step, since in the middle of one it is too late."""
         if self.members[0].device.type == "cuda":
-            ensure_memory(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.seats) for chunk in self.chunks))
+            ensure_memory(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.by_row) for chunk in self.chunks))
 
     def crowded(self) -> None:
         """Drop the graphs, and keep no more than needed from now on, because memory was full."""
@@ -146,7 +146,7 @@ class CapturedUnit(Unit):
 
     def _fit(self) -> None:
         """Drop free rows if they are at least half of all rows and that saves time."""
-        if (len(self.chunks) == 1 and len(self.members) > len(self.chunks[0].seats) // 2) or not self._worth_fitting():
+        if (len(self.chunks) == 1 and len(self.members) > len(self.chunks[0].by_row) // 2) or not self._worth_fitting():
             return
         chunks = [chunk for chunk in self.chunks if chunk.members]
         chunks = self.chunks if len(chunks) > len(self.chunks) // 2 else chunks
@@ -158,7 +158,7 @@ class CapturedUnit(Unit):
                 for chunk in chunks:
                     chunk.use(self.full, None)
             self.chunks, self.graphs = chunks, {}
-            self._seated()
+            self._note_members()
 
     def _worth_fitting(self) -> bool:
         """Return whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
@@ -270,7 +270,7 @@ class CapturedUnit(Unit):
     def keep(self, slots: list[int]) -> Unit:
         for chunk, rows in self._rows(set(range(len(self.members))) - set(slots)):
             chunk.release(rows)
-        self._seated()
+        self._note_members()
         return self
 
     def _rows(self, slots: Container[int]) -> Iterator[tuple[Chunk, list[int]]]:
@@ -285,27 +285,28 @@ class CapturedUnit(Unit):
 
     def accepts(self, recipe: Recipe, beside: Sequence[Recipe] = ()) -> bool:
         """Return whether there is a free row for a member, besides those for others that are about to join."""
-        return self._seats([*beside, recipe]) is not None
+        return self._free_rows([*beside, recipe]) is not None
 
     def join(self, recipes: Sequence[Recipe]) -> Unit:
         """Give each of these members a free row; nothing is compiled or captured again."""
-        seats = self._seats(recipes)
-        assert seats is not None, "members that join were accepted before"
-        for chunk, recipes_by_row in seats:
+        assigned = self._free_rows(recipes)
+        assert assigned is not None, "members that join were accepted before"
+        for chunk, recipes_by_row in assigned:
             if recipes_by_row:
                 chunk.assign(recipes_by_row)
-        self._seated()
+        self._note_members()
         return self
 
-    def _seats(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
+    def _free_rows(self, recipes: Sequence[Recipe]) -> list[tuple[Chunk, dict[int, Recipe]]] | None:
         """Return the rows that members would get in each chunk, or None if there is none for one of them."""
         assigned: list[tuple[Chunk, dict[int, Recipe]]] = [(chunk, {}) for chunk in self.chunks]
         for recipe in recipes:
-            seats = ((rows, row) for chunk, rows in assigned if (row := chunk.free_seat(recipe, rows)) is not None)
-            seat = next(seats, None)
-            if seat is None:
+            free = ((rows, row) for chunk, rows in assigned if (row := chunk.free_row(recipe, rows)) is not None)
+            first = next(free, None)
+            if first is None:
                 return None
-            seat[0][seat[1]] = recipe
+            rows, row = first
+            rows[row] = recipe
         return assigned
 
     def forget_evaluations(self) -> None:

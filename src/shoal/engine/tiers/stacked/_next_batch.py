@@ -17,7 +17,7 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.engine.rules.op_context import NotStackable
 from shoal.engine.stack.batches import Feed
 from shoal.engine.stack.stack import Stack
-from shoal.engine.tiers.stacked._blame import check_shapes
+from shoal.engine.tiers.stacked._failing_members import check_shapes
 from shoal.engine.tracing.patches import Untraceable
 from shoal.engine.tracing.trace import Trace
 

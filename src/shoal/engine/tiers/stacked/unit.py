@@ -22,8 +22,8 @@ from shoal.engine.stack.optimizers import kind
 from shoal.engine.stack.stack import LEAST, Stack
 from shoal.engine.stack.transfer import fill
 from shoal.engine.tiers.serial import serial_unit
-from shoal.engine.tiers.stacked._blame import added, culprits, gradients, row_of, undraw
 from shoal.engine.tiers.stacked._evaluations import EvaluationPrograms
+from shoal.engine.tiers.stacked._failing_members import added, failing_members, gradients, row_of, undraw
 from shoal.engine.tiers.stacked._next_batch import Loaded, next_batch
 from shoal.engine.tiers.unit import Alone, Findings, Unit, context_lost, out_of_memory
 from shoal.engine.tracing.trace import autocast
@@ -105,7 +105,7 @@ class StackedUnit(Unit):
             if isinstance(error, ReadError):  # all members need this batch
                 self._failed |= dict.fromkeys(range(len(self.members)), error)
                 return
-            raise Alone(culprits(self, error)) from error
+            raise Alone(failing_members(self, error)) from error
         except BaseException:
             self._end_turn()
             raise

@@ -51,18 +51,18 @@ def check_shapes(graph: Trace | None, leaves: Sequence[Any], axes: int = 0) -> N
             )
 
 
-def culprits(unit: StackedUnit, error: Exception) -> dict[int, str]:
+def failing_members(unit: StackedUnit, error: Exception) -> dict[int, str]:
     """Return what members raise by themselves on the next batch, by slot.
 
     If no member does, but all together do, all of them are listed.
     """
     if isinstance(error, Untraceable | NotStackable):  # it concerns a batch that all of them share
         return dict.fromkeys(range(len(unit.members)), str(error))
-    reasons = _culprits_among(unit, list(range(len(unit.members))))
+    reasons = _failing_among(unit, list(range(len(unit.members))))
     return reasons or dict.fromkeys(range(len(unit.members)), _reason(error))
 
 
-def _culprits_among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
+def _failing_among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
     """Return the members among these slots that raise, and why, by trying halves."""
     error = _error_of(unit, slots)
     if error is None:
@@ -70,7 +70,7 @@ def _culprits_among(unit: StackedUnit, slots: list[int]) -> dict[int, str]:
     if len(slots) == 1:
         return {slots[0]: _reason(error)}
     half = len(slots) // 2
-    return _culprits_among(unit, slots[:half]) | _culprits_among(unit, slots[half:])
+    return _failing_among(unit, slots[:half]) | _failing_among(unit, slots[half:])
 
 
 def _reason(error: Exception) -> str:

@@ -21,19 +21,21 @@ from shoal.data import Pool
 from shoal.engine.members.member import Member, open_data
 from shoal.engine.members.row_order import assign_rows
 from shoal.engine.planning.planner import Part
+from shoal.engine.processes.child import Child
+from shoal.engine.processes.parent import ParentHandle
+from shoal.engine.processes.workers import Requeue, WorkerHandle
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.processes import Child, Line
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.workers import Requeue, Tell, WorkerHandle
 from shoal.engine.tiers.serial import SerialUnit
 from shoal.engine.tiers.unit import context_lost
 from shoal.engine.units.starting import start_while_loading
 from shoal.environment import environment
 from shoal.errors import MemberError, ShoalError, describe
-from shoal.reporting.events import happened
+from shoal.reporting.events import Listener, new_event
 from shoal.utils.set_up_times import current, timed
 
-MOST_CULPRITS = 64
+MOST_LOSSES = 64
+"""How many times the context may be lost in a run."""
 
 
 class NotGuarded(ShoalError):
@@ -43,7 +45,7 @@ class NotGuarded(ShoalError):
 Build = Callable[[Sequence[Member]], PlanningContext]
 """Plans members that are on their device."""
 Make = Callable[..., Run]
-"""Creates a run from its members, their planning context, `tell`, and settings of `Run` by name."""
+"""Creates a run from its members, their planning context, `notify`, and settings of `Run` by name."""
 
 
 def can_guard() -> bool:
@@ -81,7 +83,7 @@ def run_guarded(
     build: Build,
     make: Make,
     requeue: Requeue,
-    tell: Tell,
+    notify: Listener,
     *,
     wait_for_end: bool = True,
 ) -> tuple[list[Part], dict[str, Any]]:
@@ -96,49 +98,55 @@ def run_guarded(
         NotGuarded: Before anything has happened.
     """
 
-    def make_in_child(share: Sequence[Member], line: Line) -> Run:
+    def make_in_child(share: Sequence[Member], parent: ParentHandle) -> Run:
         with timed("data"):
             to_device(share, device)
-        before_turn = partial(line.send, "targets")
-        run = make(share, build(share), line.tell, before_turn=before_turn)
-        line.send("environment", environment(device))
+        before_turn = partial(parent.send, "targets")
+        run = make(share, build(share), parent.notify, before_turn=before_turn)
+        parent.send("environment", environment(device))
         return run
 
-    for _ in range(MOST_CULPRITS):
+    for _ in range(MOST_LOSSES):
         alive = [member for member in members if member.status == "running"]
         if not alive:
             return [], {}
         child = Guarded(alive, device, make_in_child, requeue, wait_for_end=wait_for_end)
-        try:
-            if not child.start():
-                raise NotGuarded
-            try:
-                child.drain_messages(tell, wait=True)
-            except KeyboardInterrupt:
-                child.cancel()
-                child.drain_messages(tell, wait=True)
-                raise
-        finally:
-            child.close()
+        _train_in(child, notify)
         if child.lost is None:
             return child.parts, child.environment
         remaining = [member for member in alive if member.status == "running"]
         for member in remaining:
             requeue(member)
-        culprit = blame(remaining, device, child.targets)
-        if culprit is None:
-            raise ShoalError(
-                f"the GPU was lost ({child.lost}) and none of the jobs does it by itself; checkpoints are "
-                "saved: run it again"
-            )
-        culprit.status, culprit.error = "failed", child.lost
-        tell(
-            happened(
-                "leave", culprit, status="failed", error=culprit.error, steps=culprit.step, seconds=culprit.seconds
-            )
+        _end_failing_member(remaining, child, notify)
+    raise ShoalError(f"the GPU was lost {MOST_LOSSES} times")
+
+
+def _train_in(child: Guarded, notify: Listener) -> None:
+    """Train in this child until it ends or the context is lost."""
+    try:
+        if not child.start():
+            raise NotGuarded
+        try:
+            child.drain_messages(notify, wait=True)
+        except KeyboardInterrupt:
+            child.cancel()
+            child.drain_messages(notify, wait=True)
+            raise
+    finally:
+        child.close()
+
+
+def _end_failing_member(members: Sequence[Member], child: Guarded, notify: Listener) -> None:
+    """Find the member with which this child has lost the context, and end it as failed."""
+    member = find_failing_member(members, child.device, child.targets)
+    if member is None:
+        raise ShoalError(
+            f"the GPU was lost ({child.lost}) and none of the jobs does it by itself; checkpoints are "
+            "saved: run it again"
         )
-        tell(happened("note", culprit, text="it cost the device's context; the others continue from their checkpoints"))
-    raise ShoalError(f"the GPU was lost {MOST_CULPRITS} times")
+    member.status, member.error = "failed", child.lost
+    notify(new_event("leave", member, status="failed", error=member.error, steps=member.step, seconds=member.seconds))
+    notify(new_event("note", member, text="it cost the device's context; the others continue from their checkpoints"))
 
 
 class Guarded(WorkerHandle):
@@ -151,7 +159,7 @@ class Guarded(WorkerHandle):
         self,
         members: Sequence[Member],
         device: torch.device,
-        make: Callable[[Sequence[Member], Line], Run],
+        make: Callable[[Sequence[Member], ParentHandle], Run],
         requeue: Requeue,
         *,
         wait_for_end: bool = True,
@@ -177,9 +185,9 @@ class Guarded(WorkerHandle):
         self._ending.append(threading.Thread(target=super().close, daemon=True))
         self._ending[-1].start()
 
-    def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
+    def _prepare(self, members: Sequence[Member], parent: ParentHandle) -> Callable[[], Run]:
         self.check()
-        return partial(self._make, members, line)  # on a GPU this takes long, so it is not part of the start
+        return partial(self._make, members, parent)  # on a GPU this takes long, so it is not part of the start
 
     def check(self) -> None:
         """Raise if the parent has used the driver, since no child can use the GPU then, or has trained on a CPU."""
@@ -191,14 +199,14 @@ class Guarded(WorkerHandle):
                 torch.cuda.set_device(self.device)  # streams and graphs are made on the current device
             super().check()
 
-    def finish(self, line: Line) -> None:
-        line.send("times", current().seconds)
+    def finish(self, parent: ParentHandle) -> None:
+        parent.send("times", current().seconds)
 
-    def fail(self, error: Exception, line: Line) -> None:
+    def fail(self, error: Exception, parent: ParentHandle) -> None:
         if context_lost(error):
-            line.send("lost", describe(error))
+            parent.send("lost", describe(error))
             os._exit(3)  # any clean-up would use the device
-        super().fail(error, line)
+        super().fail(error, parent)
 
     def take_message(self, kind: str, *contents: Any) -> None:
         (content,) = contents
@@ -212,7 +220,7 @@ class Guarded(WorkerHandle):
             self.lost, self._done = content, True
 
 
-def blame(members: Sequence[Member], device: torch.device, targets: dict[int, int]) -> Member | None:
+def find_failing_member(members: Sequence[Member], device: torch.device, targets: dict[int, int]) -> Member | None:
     """Return the member that loses the context when each trains by itself, from its checkpoint to where it may have
     been."""
     suspects = {member.index: member for member in members if targets.get(member.index, 0) > member.batches}

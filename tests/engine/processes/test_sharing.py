@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.runtime import sharing
+from shoal.engine.processes import sharing
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.preparation.checks import prepare
 from shoal.storage import atomic

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from shoal.engine.runtime.processes import Child, apart, forks_can_train
+from shoal.engine.processes.child import Child, apart, forks_can_train
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

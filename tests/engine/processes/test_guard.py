@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import beginning
-from shoal.engine.runtime.guard import NotGuarded, run_guarded
+from shoal.engine.processes.guard import NotGuarded, run_guarded
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -57,7 +57,7 @@ def jobs(bad: int | None) -> list[shoal.Job]:
     ]  # fmt: skip
 
 
-def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -> list[Member]:
+def guarded(made: list[shoal.Job], path: Path, notify: Any = lambda event: None) -> list[Member]:
     members = prepare(made, CPU)
     with RunFolder(path) as folder:
         folder.claim(members)
@@ -66,10 +66,10 @@ def guarded(made: list[shoal.Job], path: Path, tell: Any = lambda event: None) -
             if not folder.restore(member):
                 beginning(member)
 
-        def make(share: Any, planning: PlanningContext, tell: Any, **more: Any) -> Run:
-            return Run(share, planning, folder=folder, save_every=0.01, tell=tell, **more)
+        def make(share: Any, planning: PlanningContext, notify: Any, **more: Any) -> Run:
+            return Run(share, planning, folder=folder, save_every=0.01, notify=notify, **more)
 
-        run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False), make, requeue, tell)
+        run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False), make, requeue, notify)
     return members
 
 

@@ -32,7 +32,7 @@ class Deadline:
     first: float = 300.0
     """The limit while nothing has been measured."""
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _own: dict[str, float] = field(default_factory=dict)
+    _latest: dict[str, float] = field(default_factory=dict)
     _misses: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Deadline:
     def observe(self, worker: str, seconds: float) -> None:
         """Record that a worker has finished a round in this many seconds."""
         self._times.append(seconds)
-        self._own[worker] = seconds
+        self._latest[worker] = seconds
         self._misses.pop(worker, None)
 
     def missed(self, worker: str) -> None:
@@ -60,5 +60,5 @@ class Deadline:
         times = [*self._times, *finished]
         if not times:
             return self.first
-        expected = max(median(times), self._own.get(worker, 0.0))
+        expected = max(median(times), self._latest.get(worker, 0.0))
         return (self.factor * expected + self.margin) * float(1 << self._misses.get(worker, 0))

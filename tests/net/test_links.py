@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from shoal.evidence.reproduce import namespaces
-from shoal.split.net import links
-from shoal.split.net.links import Link, LinkLost
-from shoal.split.net.messages import probe_message
+from shoal.net import links
+from shoal.net.links import Link, LinkLost
+from shoal.net.messages import probe_message
 
 
 def connect_from_namespace(shaped: namespaces.Links, port: int) -> socket.socket:

@@ -1,9 +1,8 @@
-"""Forked processes, and the messages between them and their parent."""
+"""A forked process, and the pipe to it."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -17,15 +16,9 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from shoal.engine.members.member import Member
-from shoal.engine.runtime import _messages
-from shoal.errors import ShoalError, describe
-from shoal.reporting.events import Event
 from shoal.utils import garbage_collection
 from shoal.utils.locks import locks_kept
 from shoal.utils.torch_flags import backward_prevents_forking, flush_output
-
-_STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "losses", "logs", "closed", "validations")
 
 Body = Callable[[Connection], None]
 """A function that a child runs, called with its end of the pipe."""
@@ -178,63 +171,3 @@ CANNOT_TRAIN = (
     "process that is forked after that can train; begin this before any training (in a notebook: restart the kernel)"
 )
 """The reason why processes that are forked now cannot train, and what to do; a place to add other ways to go."""
-
-
-class Line:
-    """A worker's end of the pipe to its parent."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-
-    def send(self, *message: Any) -> None:
-        """Send a message. SIGTERM is blocked meanwhile, since a partial message would make all later ones
-        unreadable."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        try:
-            _messages.send(self.pipe, message)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def tell(self, event: Event) -> None:
-        """Send an event, with the progress of its member."""
-        member, leaves = event.member, event.kind == "leave"
-        if member is None or event.kind not in ("epoch", "leave"):
-            self.send("event", event.to_wire(), None)
-            return
-        self._send_member("event", event.to_wire(), member, complete=leaves)
-
-    def give_back(self, member: Member) -> None:
-        """Send back a member that has not ended, with its complete state."""
-        self._send_member("back", member.index, member, complete=True)
-
-    def _send_member(self, kind: str, what: Any, member: Member, *, complete: bool) -> None:
-        try:
-            self.send(kind, what, give(member, complete=complete))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            state = give(member, complete=False)
-            state |= {"status": "failed", "error": f"its state cannot be sent between processes ({describe(error)})"}
-            self.send(kind, what, state)
-
-    def raised(self, error: Exception) -> None:
-        """Make the parent raise the error that ended this worker."""
-        is_own = isinstance(error, ShoalError)
-        self.send("raised", error if is_own else RuntimeError(f"a worker process raised {describe(error)}"))
-
-
-def give(member: Member, *, complete: bool) -> dict[str, Any]:
-    """Return a member's progress; with `complete`, its whole state."""
-    if complete:
-        return {"whole": member.state()}
-    first = max(0, len(member.history) - 1)
-    return {**{name: getattr(member, name) for name in _STATE}, "history": (first, member.history[first:])}
-
-
-def take(member: Member, state: dict[str, Any]) -> None:
-    """Apply what `give` returned to a member."""
-    if "whole" in state:
-        member.load_state(state["whole"])
-        return
-    for name in _STATE:
-        setattr(member, name, state[name])
-    first, rows = state["history"]
-    member.history[first:] = rows

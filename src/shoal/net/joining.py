@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from shoal.errors import ShoalError
-from shoal.split.net.links import Address, Link, LinkLost, Listener, connect, send_answer
-from shoal.split.net.messages import WireError
+from shoal.net.links import Address, Link, LinkLost, Listener, connect, send_answer
+from shoal.net.messages import WireError
+from shoal.utils.tables import Log
 
-Tell = Callable[[str], None]
 T = TypeVar("T")
 """What a run stores for a worker that has joined."""
 
@@ -34,7 +34,7 @@ class Admission(Generic[T]):
         offer: Mapping[str, Any] | None = None,
         start_seconds: float = 60.0,
         patience: float = 60.0,
-        tell: Tell | None = None,
+        log: Log | None = None,
     ) -> None:
         """Start listening.
 
@@ -48,7 +48,7 @@ class Admission(Generic[T]):
             start_seconds: How long the run waits for the first workers.
             patience: How long a run without any worker waits for one.
         """
-        self.tell: Tell = tell if tell is not None else lambda line: None
+        self.log: Log = log if log is not None else lambda line: None
         self._leader, self._differs, self._make, self._advice = leader, differs, make, advice
         self._expected, self._start_seconds, self._patience = expected, start_seconds, patience
         self._offer, self._started = dict(offer or {}), False
@@ -68,7 +68,7 @@ class Admission(Generic[T]):
         if other is not None:
             name, fix = request.get("name", "?"), "start both with the same file and code"
             line = f"worker {name} has another job than the {self._leader}: {other}; {fix}"
-            self.tell(line)
+            self.log(line)
             send_answer(link, no=line)
             with self._changed:
                 self._refused.append(line)
@@ -92,7 +92,7 @@ class Admission(Generic[T]):
             self._wait_for_first()
             self._started = True
         if needed and self._joined and not self._waiting:
-            self.tell(f"no worker is left; waiting {self._patience:g} s for one to join at {self.address}")
+            self.log(f"no worker is left; waiting {self._patience:g} s for one to join at {self.address}")
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting, timeout=self._patience)
         return self.take()
@@ -114,11 +114,11 @@ class Admission(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._joined and self._joined + len(self._refused) >= count, timeout=seconds)
             if 0 < self._joined < count:
-                self.tell(
+                self.log(
                     f"{self._joined} of {count} workers have joined after {seconds:g} s; starting without the others"
                 )
 
-    def nobody(self) -> str:
+    def why_no_worker(self) -> str:
         """Return why there is no worker, and what to do."""
         if self._refused and not self._joined:
             return f"no worker could join in {self._start_seconds:g} s: {self._refused[-1]}"
@@ -139,7 +139,7 @@ def join_and_serve(
     leader: str,
     patience: float,
     error: type[ShoalError],
-    tell: Tell | None = None,
+    log: Log | None = None,
 ) -> None:
     """Join the run at `where` and serve it to its end; join again if the link is lost.
 
@@ -160,8 +160,8 @@ def join_and_serve(
             serve(link)
             return
         except (LinkLost, WireError) as reason:
-            if tell is not None:
-                tell(f"lost the {leader} at {where} ({reason}); joining again, for {patience:g} s")
+            if log is not None:
+                log(f"lost the {leader} at {where} ({reason}); joining again, for {patience:g} s")
             time.sleep(0.05)
         finally:
             link.close()

@@ -21,9 +21,9 @@ from torch.nn.parameter import is_lazy
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import predict
+from shoal.engine.processes.child import ask_children
 from shoal.engine.runtime.commands import TOO_FEW
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.processes import ask_children
 from shoal.engine.tiers.threads import busy
 from shoal.engine.units.trials import lone_seconds
 from shoal.environment import usable_cores

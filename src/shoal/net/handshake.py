@@ -15,34 +15,24 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.member import Member
 from shoal.environment import version
 from shoal.jobs.job import Job
-from shoal.split.core.method import Method
-from shoal.split.net.messages import VERSION
+from shoal.net.messages import VERSION
 from shoal.storage.jobtable import describe_settings
 
 Plan = dict[str, Any]
 PRIVATE = "its own"
 """Stands for the number of rows if these belong to the worker and stay with it."""
-
-
 NOT_COMPARED = ("name", "data", "val", "metrics", "stop")
 """Entries that only the coordinator needs; of the data, the rows are compared."""
 
 
-def describe_job(job: Job, method: Method, *, private: bool = False) -> Plan:
-    """Return what both sides must agree on, as plain data.
+def describe_training(job: Job, member: Member, model: nn.Module, *, private: bool = False) -> Plan:
+    """Return what both sides of a training must agree on, as plain data.
 
     Args:
         private: The rows here are only this worker's, so their number may differ.
     """
-    plan = describe_training(job, method.member, method.model, private=private)
-    rounds = method.rounds  # they follow from all of the others
-    return plan | _plain({"method": method.name, "settings": dict(method.settings), "rounds": rounds})
-
-
-def describe_training(job: Job, member: Member, model: nn.Module, *, private: bool = False) -> Plan:
-    """Return the description of a job without a method."""
     settings = describe_settings(member)
-    return _plain(
+    return plain(
         {
             "shoal": version(),
             "wire format": VERSION,
@@ -54,9 +44,10 @@ def describe_training(job: Job, member: Member, model: nn.Module, *, private: bo
     )
 
 
-def _plain(described: dict[str, Any]) -> Plan:
-    plain: Plan = json.loads(json.dumps(described, default=repr))
-    return plain
+def plain(described: dict[str, Any]) -> Plan:
+    """Return a description as it is after it was sent as JSON."""
+    sent: Plan = json.loads(json.dumps(described, default=repr))
+    return sent
 
 
 def difference(ours: Plan, theirs: Plan) -> str | None:

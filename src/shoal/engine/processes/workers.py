@@ -23,13 +23,14 @@ import torch
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import beginning
 from shoal.engine.planning.planner import Part
-from shoal.engine.runtime._messages import Message, receive
+from shoal.engine.processes._messages import Message, receive
+from shoal.engine.processes.child import Child
+from shoal.engine.processes.parent import ParentHandle, take
+from shoal.engine.processes.sharing import assign_members
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.processes import Child, Line, take
 from shoal.engine.runtime.run import Run
-from shoal.engine.runtime.sharing import assign_members
 from shoal.errors import describe
-from shoal.reporting.events import Event, Wire, happened
+from shoal.reporting.events import Event, Listener, Wire, new_event
 
 READY_SECONDS = 20.0
 """If a worker has not answered after so many seconds, something that it inherited, such as a lock, blocks it, and its
@@ -37,11 +38,10 @@ members train in this process."""
 READER_SECONDS = 20.0
 """How long to wait until a worker's last messages are read. If another process has the pipe open, it has no end."""
 
-Tell = Callable[[Event], None]
 Requeue = Callable[[Member], None]
 """Resets a member that was lost to its last checkpoint, or to its beginning."""
 MakeRun = Callable[..., Run]
-"""Creates a run from its members, `tell`, and settings of `Run` by name."""
+"""Creates a run from its members, `notify`, and settings of `Run` by name."""
 
 
 def run_shared(
@@ -49,7 +49,7 @@ def run_shared(
     planning: PlanningContext,
     count: int,
     make: MakeRun,
-    tell: Tell,
+    notify: Listener,
     *,
     all_members: list[Member] | None = None,
     requeue: Requeue = beginning,
@@ -61,9 +61,9 @@ def run_shared(
     if any(other_shares):
         planning.executor.most_threads = 0
 
-    def make_in_child(number: int, share: Sequence[Member], line: Line) -> Run:
+    def make_in_child(number: int, share: Sequence[Member], parent: ParentHandle) -> Run:
         planning.plan.parts = []
-        return make(share, line.tell, numbers=itertools.count(1 + number, count))
+        return make(share, parent.notify, numbers=itertools.count(1 + number, count))
 
     workers = [
         WorkerHandle(share, partial(make_in_child, number), requeue)
@@ -75,17 +75,19 @@ def run_shared(
         for worker in workers:
             if not worker.start():
                 own_members += worker.members.values()
-                tell(happened("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
+                notify(
+                    new_event("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here")
+                )
         alive = [worker for worker in workers if worker.started]
         if alive:
             torch.set_num_threads(1)  # as in each worker; more would take their cores
 
         def drain(*, wait: bool) -> None:
             for worker in alive:
-                worker.drain_messages(tell, wait=wait)
+                worker.drain_messages(notify, wait=wait)
 
         run = make(
-            own_members, tell, numbers=itertools.count(1, count), between=partial(drain, wait=False),
+            own_members, notify, numbers=itertools.count(1, count), between=partial(drain, wait=False),
             all_members=list(members) if all_members is None else all_members,
         )  # fmt: skip
         try:
@@ -107,7 +109,7 @@ class WorkerHandle:
     """One worker process, as its parent sees it. Some methods run in the worker."""
 
     def __init__(
-        self, members: Sequence[Member], make: Callable[[Sequence[Member], Line], Run], requeue: Requeue
+        self, members: Sequence[Member], make: Callable[[Sequence[Member], ParentHandle], Run], requeue: Requeue
     ) -> None:
         """Prepare a worker for these members. `make` is called in the worker."""
         self.members = {member.index: member for member in members}
@@ -132,28 +134,28 @@ class WorkerHandle:
         x = torch.ones(1, requires_grad=True)
         x.sum().backward()  # type: ignore[no-untyped-call]  # raises if autograd's threads were lost in the fork
 
-    def finish(self, line: Line) -> None:
+    def finish(self, parent: ParentHandle) -> None:
         """Send further results after the run has ended; here there are none."""
 
-    def fail(self, error: Exception, line: Line) -> None:
+    def fail(self, error: Exception, parent: ParentHandle) -> None:
         """Report an exception that ended the run."""
-        line.raised(error)
+        parent.raised(error)
 
-    def _prepare(self, members: Sequence[Member], line: Line) -> Callable[[], Run]:
+    def _prepare(self, members: Sequence[Member], parent: ParentHandle) -> Callable[[], Run]:
         """Do what must succeed before the parent relies on this worker, and return a function that makes its run."""
         self.check()
-        run = self._make(members, line)
+        run = self._make(members, parent)
         return lambda: run
 
     def _run_in_worker(self, pipe: Connection) -> None:
         """Run in the worker: train, send events, send members back."""
-        line, members = Line(pipe), list(self.members.values())
+        parent, members = ParentHandle(pipe), list(self.members.values())
         try:
-            make_run = self._prepare(members, line)
+            make_run = self._prepare(members, parent)
         except Exception as error:
-            line.send("cannot", describe(error))
+            parent.send("cannot", describe(error))
             return
-        line.send("ready")
+        parent.send("ready")
         try:
             run = make_run()
             signal.signal(signal.SIGTERM, lambda number, frame: run.interrupt())
@@ -163,10 +165,10 @@ class WorkerHandle:
             finally:
                 for member in run.members.values():
                     member.data.source.close()
-            self.finish(line)
-            line.send("done", run.planning.plan.parts)
+            self.finish(parent)
+            parent.send("done", run.planning.plan.parts)
         except Exception as error:
-            self.fail(error, line)
+            self.fail(error, parent)
 
     # --- in its parent ----------------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class WorkerHandle:
         except (EOFError, OSError):
             inbox.put(None)
 
-    def drain_messages(self, tell: Tell, *, wait: bool) -> None:
+    def drain_messages(self, notify: Listener, *, wait: bool) -> None:
         """Apply messages from the worker to the members; with `wait`, until it is done."""
         while not self._done:
             try:
@@ -206,11 +208,11 @@ class WorkerHandle:
             except queue.Empty:
                 return
             if message is None:
-                self._lost(tell)
+                self._lost(notify)
                 continue
             kind, *content = message.load()
             if kind == "event":
-                self._take_event(content[0], content[1], tell)
+                self._take_event(content[0], content[1], notify)
             elif kind == "raised":
                 self._done = True
                 raise content[0]
@@ -222,22 +224,22 @@ class WorkerHandle:
     def take_message(self, kind: str, *content: Any) -> None:
         """Handle a message of another kind."""
 
-    def _take_event(self, wire: Wire, state: dict[str, Any] | None, tell: Tell) -> None:
+    def _take_event(self, wire: Wire, state: dict[str, Any] | None, notify: Listener) -> None:
         event = Event.from_wire(wire, self._all)
         if event.member is not None and state is not None:
             take(event.member, state)
             if event.member.status != "running":
                 self.members.pop(event.member.index, None)
-        tell(event)
+        notify(event)
 
-    def _lost(self, tell: Tell) -> None:
+    def _lost(self, notify: Listener) -> None:
         """Handle a worker that has died. Another one trains its members, once, unless they were cancelled."""
         how = self._release()
         if not self._restarted and not self._cancelled:
             self._restarted = True
             for member in self.members.values():
                 self._requeue(member)
-                tell(happened("note", member, text=f"its worker process {how}; it continues in another one"))
+                notify(new_event("note", member, text=f"its worker process {how}; it continues in another one"))
             self._inbox = queue.SimpleQueue()
             if self.start():
                 return
@@ -245,7 +247,7 @@ class WorkerHandle:
         status, error = ("cancelled", None) if self._cancelled else ("failed", f"its worker process {how}, twice")
         for member in self.members.values():
             member.status, member.error = status, error and f"{error}; train it again"
-            tell(happened("leave", member, status=status, error=member.error, steps=member.step, seconds=0.0))
+            notify(new_event("leave", member, status=status, error=member.error, steps=member.step, seconds=0.0))
         self.members = {}
 
     def cancel(self) -> None:

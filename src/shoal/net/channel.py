@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.split.net.links import Link, LinkLost
-from shoal.split.net.messages import END, PROBE, TENSORS, Message, probe_message, read_tensors, tensor_message
+from shoal.net.links import Link, LinkLost
+from shoal.net.messages import END, PROBE, TENSORS, Message, probe_message, read_tensors, tensor_message
 
 DAY = 86400.0
 """The limit for a message to arrive or to be sent. Those who wait for it have shorter limits, and cut the link."""

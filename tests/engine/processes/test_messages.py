@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.engine.runtime import _messages
+from shoal.engine.processes import _messages
 from shoal.utils.weights import load_weights
 
 LARGE = _messages.LARGE // 4

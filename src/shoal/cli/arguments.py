@@ -1,10 +1,15 @@
-"""Load the jobs that the command line names: a job file, MODULE:FUNCTION or FILE.py:FUNCTION."""
+"""Arguments and options that several commands share, and the jobs of a target.
+
+A target is a job file, MODULE:FUNCTION or FILE.py:FUNCTION.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from shoal import Job
@@ -15,6 +20,28 @@ TARGET_HELP = (
     "a function that takes nothing and returns a list of shoal.Job."
 )
 FILE_ENDS = (".toml", ".yaml", ".yml")
+
+# --- commands that train or plan --------------------------------------------------------------------------------------
+
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Memory = Annotated[str | None, typer.Option(help="Memory limit, such as 20GB; by default 90 % of free memory.")]
+CheckpointEvery = Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option("--deterministic/--no-deterministic", help="Only kernels that give the same bits every time."),
+]
+Progress = Annotated[
+    bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
+]
+
+# --- commands that measure: shoal bench and shoal reproduce -----------------------------------------------------------
+
+MeasuredDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
+Limit = Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")]
+NumbersFile = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
+NumbersAsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
+
+# --- the jobs of a target ---------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -58,17 +85,33 @@ def call_target(target: str) -> Any:
         raise ValueError(f"{target!r} names a function in a job file, which has none; give {where!r} alone")
     if not colon or not where or not name:
         raise ValueError(_no_function(target))
-    from shoal.errors import ShoalError, describe_with_place
-    from shoal.jobfile.importing import NoSuchCode, get_attribute, import_code
+    from shoal.errors import ShoalError
+    from shoal.jobfile.importing import get_attribute, import_code
 
-    try:
+    with errors_of_code(target, unchanged=ShoalError):
         value = get_attribute(import_code(where, Path.cwd()), name, where)
         result = value() if callable(value) else value
         return list(result) if isinstance(result, Iterator) else result
-    except (NoSuchCode, ShoalError):
+
+
+@contextmanager
+def errors_of_code(what: str, *, unchanged: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Raise errors of the user's code as a ValueError of one line that begins with `what`.
+
+    Args:
+        unchanged: A type of errors that are raised as they are, since they say everything already.
+    """
+    from shoal.errors import describe_with_place
+    from shoal.jobfile.importing import NoSuchCode
+
+    try:
+        yield
+    except NoSuchCode:
         raise
     except Exception as error:
-        raise ValueError(f"{target} raised {describe_with_place(error)}") from error
+        if isinstance(error, unchanged):
+            raise
+        raise ValueError(f"{what} raised {describe_with_place(error)}") from error
 
 
 def _no_function(target: str) -> str:
@@ -79,6 +122,13 @@ def _no_function(target: str) -> str:
     if path.is_file() and path.suffix != ".py":
         return f"{target!r} is not a job file; the name of one ends in .toml, .yaml or .yml"
     return f"{target!r} names no function; give a job file (.toml, .yaml), MODULE:FUNCTION or FILE.py:FUNCTION"
+
+
+def only_job(jobs: "list[Job]", target: str, what: str) -> "Job":
+    """Return the job of a list of one. `what` is made of it: a split, a placement."""
+    if len(jobs) != 1:
+        raise ValueError(f"{target} has {len(jobs)} jobs; a {what} is of one: leave the others out")
+    return jobs[0]
 
 
 def check_jobs(made: object, target: str) -> "list[Job]":

@@ -36,13 +36,13 @@ WAYS: dict[str, Callable[[Job], Method]] = {
 class Seen:
     """A crew that notes where tasks and outcomes are, and may be killed."""
 
-    def __init__(self, executor: Serial, home: torch.device, kill: int | None = None) -> None:
-        self.executor, self.home, self.kill = executor, home, kill
-        executor.home = home
+    def __init__(self, executor: Serial, result_device: torch.device, kill: int | None = None) -> None:
+        self.executor, self.result_device, self.kill = executor, result_device, kill
+        executor.result_device = result_device
         self.places: set[str] = set()
 
-    def roll(self, number: int) -> Any:
-        return self.executor.roll(number)
+    def workers_of_round(self, number: int) -> Any:
+        return self.executor.workers_of_round(number)
 
     def run(self, tasks: Sequence[Task]) -> Sequence[Outcome | None]:
         if tasks[0].round == self.kill:
@@ -65,11 +65,16 @@ def job_of(**settings: Any) -> Job:
 
 
 def run(
-    way: str, tier: type[Serial], device: torch.device, home: torch.device, out: Path | None = None, **kill: int
+    way: str,
+    tier: type[Serial],
+    device: torch.device,
+    result_device: torch.device,
+    out: Path | None = None,
+    **kill: int,
 ) -> tuple[Result, Seen]:
     job = job_of()
     method = WAYS[way](job)
-    executor = Seen(tier(job, method, 3, device), home, **kill)
+    executor = Seen(tier(job, method, 3, device), result_device, **kill)
     return train_split(job, method, executor, device=device, out=out, val_every=2), executor
 
 
@@ -109,7 +114,7 @@ def test_a_state_that_does_not_fit_on_the_device_stays_on_the_host() -> None:
         result = train_split(job, method, executor, device=GPU)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert result.status == "done" and executor.home == CPU
+    assert result.status == "done" and executor.result_device == CPU
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=["cpu", "cuda"])
@@ -136,7 +141,7 @@ def test_rows_are_sent_once_a_round_and_merged_alike() -> None:
     method = IST(job_of(), 3, 2, overlap=0.0)
     executor = Serial(job_of(), method, 3)
     states = [State.of(method.model), Sent.of(method.model)]
-    parts = method.parts(0, executor.roll(0))
+    parts = method.parts(0, executor.workers_of_round(0))
     slices = [method.slices(part) for part in parts]
     for state in states:
         tasks = [state.task(0, part, own) for part, own in zip(parts, slices, strict=True)]

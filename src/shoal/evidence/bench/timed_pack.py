@@ -1,4 +1,4 @@
-"""Run jobs batch by batch for a benchmark: it times the work of `shoal.train`, without what happens at its end."""
+"""Run jobs batch by batch, as `shoal.train` would: a benchmark times its steps, without what happens at its end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Plan
+from shoal.engine.processes.child import Child
+from shoal.engine.processes.sharing import assign_members, processes_for
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.processes import Child
-from shoal.engine.runtime.sharing import assign_members, processes_for
 from shoal.engine.runtime.unit_runner import UnitListener, UnitRunner, turn
 from shoal.engine.tiers.unit import Executor, Outcome, Unit
 from shoal.jobs.job import Job

@@ -19,18 +19,18 @@ import torch
 
 from shoal.engine.members.member import Member
 from shoal.engine.planning.planner import Part
+from shoal.engine.processes.parent import ParentHandle, take
+from shoal.engine.processes.sharing import Piece, even_shares, free_cores, kinds_of, load, movable, weight
+from shoal.engine.processes.workers import MakeRun, WorkerHandle
 from shoal.engine.runtime.commands import Supervisor
 from shoal.engine.runtime.planning_context import PlanningContext
-from shoal.engine.runtime.processes import Line, take
-from shoal.engine.runtime.sharing import Piece, even_shares, free_cores, kinds_of, load, movable, weight
-from shoal.engine.runtime.workers import MakeRun, Tell, WorkerHandle
-from shoal.reporting.events import happened
+from shoal.reporting.events import Listener, new_event
 
 if TYPE_CHECKING:
     from shoal.engine.runtime.run import Run
 
 ROUND_SECONDS = 0.25
-"""The length of a round while members are lent, which is the longest that an idle worker waits for more."""
+"""The length of a round while members train in other processes: an idle worker waits no longer for more."""
 LEAST_SECONDS = 0.3
 """The fewest seconds of work for which a process is started."""
 HALF = 0.7
@@ -43,42 +43,43 @@ BUSY_SECONDS, LOOK_SECONDS = 1.0, 10.0
 long each time, up to `LOOK_SECONDS`; otherwise after `LOOK_SECONDS`. The load of the machine changes."""
 
 
-def run_lending(
+def run_with_temporary_workers(
     members: Sequence[Member],
     planning: PlanningContext,
     count: int,
     make: MakeRun,
-    tell: Tell,
+    notify: Listener,
     supervisor: Supervisor,
     all_members: list[Member],
 ) -> None:
     """Train these members in `count` processes, including this one, in which the supervisor decides."""
-    lending = Lending(supervisor, planning, count, make, tell)
+    workers = TemporaryWorkers(supervisor, planning, count, make, notify)
     planning.budget /= count
     planning.executor.most_threads = 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each worker; more would take their cores
     try:
-        run = make(members, tell, numbers=lending.numbers(0), all_members=all_members, supervisor=lending)
+        run = make(members, notify, numbers=workers.numbers(0), all_members=all_members, supervisor=workers)
         run.turn_seconds = min(run.turn_seconds, ROUND_SECONDS)
         try:
             run.go()
         except KeyboardInterrupt:
-            lending.cancel()
+            workers.cancel()
             raise
     finally:
         torch.set_num_threads(threads)
-        lending.close()
+        workers.close()
 
 
-class Lending:
-    """A run's supervisor that also lends its members to worker processes and takes them back."""
+class TemporaryWorkers:
+    """A run's supervisor that also gives some of its members to worker processes, for a few seconds each."""
 
     def __init__(
-        self, supervisor: Supervisor, planning: PlanningContext, count: int, make: MakeRun, tell: Tell
+        self, supervisor: Supervisor, planning: PlanningContext, count: int, make: MakeRun, notify: Listener
     ) -> None:
-        self._supervisor, self._planning, self._count, self._make, self._tell = supervisor, planning, count, make, tell
-        self._workers: list[Borrower] = []
+        self._supervisor, self._planning, self._count = supervisor, planning, count
+        self._make, self._notify = make, notify
+        self._workers: list[TemporaryWorker] = []
         self._slice = SLICE_SECONDS
         self._usable, self._look_at, self._busy = count, 0.0, BUSY_SECONDS
         self._numbers = [itertools.count(1 + process_number, count) for process_number in range(count)]
@@ -87,23 +88,23 @@ class Lending:
         """Return numbers for the units of one of the processes."""
         return self._numbers[process_number]
 
-    def look(self, run: Run) -> None:
-        """Take back members whose workers are done, let the supervisor decide, and lend members that train now."""
+    def update(self, run: Run) -> None:
+        """Take back members whose workers are done, let the supervisor decide, and give members to workers."""
         self._take_back(run, wait=False)
-        self._supervisor.look(run)
+        self._supervisor.update(run)
         while self._workers and not _in_training(run):
             for worker in self._workers:
-                worker.ask_back()
+                worker.recall()
             self._take_back(run, wait=True)
-            self._supervisor.look(run)
-        self._lend(run)
+            self._supervisor.update(run)
+        self._assign(run)
 
     def _take_back(self, run: Run, *, wait: bool) -> None:
         for worker in list(self._workers):
             start = time.perf_counter()
-            worker.drain_messages(self._tell, wait=wait)
-            back, worker.back = worker.back, []
-            for member in back:
+            worker.drain_messages(self._notify, wait=wait)
+            returned, worker.returned = worker.returned, []
+            for member in returned:
                 if member.status == "running":
                     _continue(run, member)
             if worker.done:
@@ -113,7 +114,7 @@ class Lending:
                 overhead = worker.start_seconds + time.perf_counter() - start
                 self._slice = max(SLICE_SECONDS, overhead / OVERHEAD)
 
-    def _lend(self, run: Run) -> None:
+    def _assign(self, run: Run) -> None:
         """Assign members that train here to other processes, if there is enough work for them."""
         free = self._count - 1 - len(self._workers)
         pieces = _pieces(run) if free > 0 else []
@@ -138,28 +139,28 @@ class Lending:
         return min(self._count, self._usable)
 
     def _start(self, run: Run, members: list[Member]) -> None:
-        lent = run.take_out({member.index for member in members}, "sharing")
-        for member in lent:
+        assigned = run.take_out({member.index for member in members}, "sharing")
+        for member in assigned:
             run.checkpointing.forget(member)  # the worker saves it
         if run.folder is not None:
             run.folder.flush()
         process_number = next(
             p for p in range(1, self._count) if all(worker.process_number != p for worker in self._workers)
         )
-        worker = Borrower(lent, partial(self._make_in_worker, process_number), process_number)
+        worker = TemporaryWorker(assigned, partial(self._make_in_worker, process_number), process_number)
         if worker.start():
             self._workers.append(worker)
             return
-        self._tell(happened("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
+        self._notify(new_event("note", text=f"a worker process could not begin: {worker.problem}; its jobs train here"))
         self._count = 1 + len(self._workers)
-        for member in lent:
+        for member in assigned:
             _continue(run, member)
 
-    def _make_in_worker(self, process_number: int, share: Sequence[Member], line: Line) -> Run:
+    def _make_in_worker(self, process_number: int, share: Sequence[Member], parent: ParentHandle) -> Run:
         self._planning.plan.parts = []
-        sending = SendingBack(line, time.monotonic() + self._slice)
-        signal.signal(signal.SIGUSR1, lambda number, frame: sending.stop())
-        run = self._make(share, line.tell, numbers=self._numbers[process_number], supervisor=sending)
+        supervisor = ReturningSupervisor(parent, time.monotonic() + self._slice)
+        signal.signal(signal.SIGUSR1, lambda number, frame: supervisor.stop())
+        run = self._make(share, parent.notify, numbers=self._numbers[process_number], supervisor=supervisor)
         run.turn_seconds = min(run.turn_seconds, ROUND_SECONDS)
         return run
 
@@ -168,7 +169,7 @@ class Lending:
         for worker in self._workers:
             worker.cancel()
         for worker in self._workers:
-            worker.drain_messages(self._tell, wait=True)
+            worker.drain_messages(self._notify, wait=True)
 
     def close(self) -> None:
         """End the processes that have not ended."""
@@ -176,15 +177,15 @@ class Lending:
             worker.close()
 
 
-class Borrower(WorkerHandle):
+class TemporaryWorker(WorkerHandle):
     """A worker that has members for a while, as its parent sees it."""
 
     def __init__(self, members: Sequence[Member], make: Any, process_number: int) -> None:
         states = {member.index: member.state() for member in members}
         super().__init__(members, make, lambda member: member.load_state(states[member.index]))
         self.process_number = process_number
-        self.back: list[Member] = []
-        """Members that have come back."""
+        self.returned: list[Member] = []
+        """Members that the worker has sent back."""
         self.start_seconds = 0.0
 
     @property
@@ -197,42 +198,42 @@ class Borrower(WorkerHandle):
         self.start_seconds = time.perf_counter() - start
         return started
 
-    def ask_back(self) -> None:
+    def recall(self) -> None:
         """Make it send all of its members back now."""
         if not self._done and self._child is not None:
             self._child.signal(signal.SIGUSR1)
 
     def take_message(self, kind: str, *content: Any) -> None:
-        if kind == "back":
+        if kind == "returned":
             index, state = content
             member = self.members.pop(index)
             take(member, state)
-            self.back.append(member)
+            self.returned.append(member)
 
 
-class SendingBack:
+class ReturningSupervisor:
     """The supervisor in a worker: it sends members back when they pause, and all of them when the time is over."""
 
-    def __init__(self, line: Line, until: float) -> None:
-        self._line, self._until = line, until
+    def __init__(self, parent: ParentHandle, until: float) -> None:
+        self._parent, self._until = parent, until
 
     def stop(self) -> None:
         """Send all members back at the next opportunity."""
         self._until = 0.0
 
-    def look(self, run: Run) -> None:
+    def update(self, run: Run) -> None:
         time_over = time.monotonic() >= self._until
         leaving = {m.index for m in run.waiting.values() if time_over or m.pausing}
         for runner in run.runners:
             all_leave = time_over and runner.unit.at_step_boundary
             leaving |= {member.index for member in runner.members if all_leave or member.pausing}
-        back = run.take_out(leaving, "sharing")
-        if back:
+        returned = run.take_out(leaving, "sharing")
+        if returned:
             run.save()
             if run.folder is not None:
                 run.folder.flush()  # before the parent continues to train and save them
-            for member in back:
-                self._line.give_back(member)
+            for member in returned:
+                self._parent.return_member(member)
 
 
 def _continue(run: Run, member: Member) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.members.member import Member
-from shoal.engine.runtime import processes, sharing, workers
+from shoal.engine.processes import child, sharing, workers
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -43,11 +43,11 @@ def jobs(count: int, **settings: object) -> list[shoal.Job]:
     ]
 
 
-def trained(count: int, made: list[shoal.Job], tell: Callable[[Event], None] = lambda event: None) -> list[Member]:
+def trained(count: int, made: list[shoal.Job], notify: Callable[[Event], None] = lambda event: None) -> list[Member]:
     members = prepare(made, torch.device("cpu"))
     planning = PlanningContext(members)
     workers.run_shared(
-        members, planning, count, lambda share, tell, **more: Run(share, planning, tell=tell, **more), tell
+        members, planning, count, lambda share, notify, **more: Run(share, planning, notify=notify, **more), notify
     )
     return members
 
@@ -76,7 +76,7 @@ def test_the_same_bits_in_any_number_of_processes(members: int) -> None:
 def test_a_child_whose_parent_was_killed_before_it_began_ends_at_once() -> None:
     pid = os.fork()
     if pid == 0:
-        processes._end_with_parent(os.getpid())  # its parent is another
+        child._end_with_parent(os.getpid())  # its parent is another
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
@@ -84,11 +84,11 @@ def test_a_child_whose_parent_was_killed_before_it_began_ends_at_once() -> None:
 def test_epochs_are_told_as_they_end() -> None:
     seen: list[tuple[int, int, str]] = []
 
-    def tell(event: Event) -> None:
+    def notify(event: Event) -> None:
         if event.kind in ("epoch", "leave") and event.member is not None:
             seen.append((event.member.index, event.member.epoch, event.member.status))
 
-    trained(2, jobs(6), tell)
+    trained(2, jobs(6), notify)
     for index in range(6):
         own = [(epoch, status) for i, epoch, status in seen if i == index]
         assert own == [(1, "running"), (2, "running"), (3, "running"), (3, "done")]
@@ -154,7 +154,7 @@ def test_an_error_of_one_member_is_told_from_the_worker() -> None:
 def test_an_interrupt_brings_all_members_back() -> None:
     pressed: list[int] = []
 
-    def tell(event: Event) -> None:
+    def notify(event: Event) -> None:
         if event.kind == "epoch" and event.data["epoch"] == 2 and not pressed:
             pressed.append(1)
             raise KeyboardInterrupt
@@ -163,7 +163,7 @@ def test_an_interrupt_brings_all_members_back() -> None:
     planning = PlanningContext(members, timed=False)
     with pytest.raises(KeyboardInterrupt):
         workers.run_shared(
-            members, planning, 2, lambda share, tell, **more: Run(share, planning, tell=tell, **more), tell
+            members, planning, 2, lambda share, notify, **more: Run(share, planning, notify=notify, **more), notify
         )
     assert {member.status for member in members} == {"cancelled"}
     assert all(member.optimizer_state["state"] for member in members)

@@ -1,4 +1,4 @@
-"""A TCP connection between the coordinator and a worker: how it is made, what it sends, how fast it is.
+"""A TCP connection between the coordinator, or server, and a worker: how it is made, and what it sends.
 
 Every worker has its own connection, so a worker that dies, stalls or is cut off does not affect the others. Every wait
 has a time limit, and `cut` ends the waits of other threads at once.
@@ -7,7 +7,6 @@ has a time limit, and `cut` ends the waits of other threads at once.
 from __future__ import annotations
 
 import json
-import re
 import selectors
 import socket
 import threading
@@ -15,15 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError, SplitError, describe
-from shoal.split.core.report import Traffic
-from shoal.split.net.messages import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, probe_message, text_message
+from shoal.net.messages import ANSWER, ASK, HEADER_BYTES, Header, Message, WireError, text_message
 
 ASK_SECONDS = 10.0
 """How long a worker that has connected may take to send its request."""
@@ -32,8 +29,6 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _LOST_SECONDS = 30
 """How long the other machine may take to confirm what it was sent, as `_KEEP_ALIVE` allows a silent one. The default
 of Linux is about 15 minutes."""
-SMALL_TRIES, LONG_ENOUGH, MOST_BYTES, PROBE_SECONDS = 5, 0.1, 1 << 25, 30.0
-_SPEED = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:bit|bps)(?:/s)?(?:[\s,/]+([0-9.]+)\s*(us|ms|s))?\s*", re.IGNORECASE)
 
 
 class LinkLost(ShoalError):
@@ -42,6 +37,21 @@ class LinkLost(ShoalError):
 
 class Refused(SplitError):
     """The coordinator does not accept this worker. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that were sent to workers and received from them, without TCP and IP headers."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    @property
+    def both(self) -> int:
+        return self.sent + self.received
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +204,10 @@ class Listener:
                 thread.start()
 
     def _receive_request(self, link: Link) -> None:
-        stays = False
+        stays_open = False
         with suppress(ShoalError, ValueError, TypeError):  # not a worker, or it has left
-            stays = self._answer(link, dict(json.loads(link.receive(ASK_SECONDS).text)))
-        if not stays:
+            stays_open = self._answer(link, dict(json.loads(link.receive(ASK_SECONDS).text)))
+        if not stays_open:
             link.close()
 
     def close(self) -> None:
@@ -263,69 +273,3 @@ def _reach(where: Address, seconds: float) -> socket.socket:
                 reason = error.strerror or error
                 raise LinkLost(f"no coordinator at {where} for {seconds:g} s ({reason}); start it first") from None
         time.sleep(0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """The speed of a worker's link, each way.
-
-    >>> LinkSpeed.parse("100Mbit, 5ms")
-    LinkSpeed(bits=100000000.0, latency=0.005)
-    >>> LinkSpeed.parse("1Gbit").seconds(125_000_000)
-    1.0
-    """
-
-    bits: float
-    """Bits per second."""
-    latency: float = 0.0
-    """Seconds that an empty message takes there and back."""
-
-    @staticmethod
-    def parse(text: str) -> LinkSpeed:
-        match = _SPEED.fullmatch(text)
-        try:
-            assert match is not None
-            bits = float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2].upper()]
-            latency = float(match[3] or 0) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 0.0}[(match[4] or "").lower()]
-            assert bits > 0
-        except (AssertionError, ValueError):
-            raise SplitError(f"link is {text!r}; give its speed, such as 100Mbit, 1Gbit or '100Mbit 5ms'") from None
-        return LinkSpeed(bits, latency)
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds for `num_bytes` one way."""
-        return 8 * num_bytes / self.bits
-
-    def __str__(self) -> str:
-        value, unit = next(
-            (self.bits / f, u) for f, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if self.bits >= f or f == 1
-        )
-        return f"{value:.3g} {unit}bit/s, {1000 * self.latency:.2g} ms there and back"
-
-
-def probe_link(link: Link) -> LinkSpeed:
-    """Measure a link whose worker is waiting for a task; the worker sends back what it gets."""
-
-    def send(size: int) -> None:
-        link.send(probe_message(size), PROBE_SECONDS)
-        link.receive(PROBE_SECONDS)
-
-    return measure_speed(send)
-
-
-def measure_speed(send: Callable[[int], None]) -> LinkSpeed:
-    """Time `send`, which sends a number of bytes and waits until they have come back.
-
-    Messages grow until one takes long enough to be timed.
-    """
-
-    def seconds(size: int) -> float:
-        began = time.perf_counter()
-        send(size)
-        return time.perf_counter() - began
-
-    latency = median(seconds(0) for _ in range(SMALL_TRIES))
-    size = 1 << 16
-    while (took := seconds(size) - latency) < LONG_ENOUGH and size < MOST_BYTES:
-        size *= 4
-    return LinkSpeed(8 * 2 * size / max(took, 1e-6), latency)
