@@ -4,10 +4,14 @@ run.
     python benchmarks/place_gpu.py --quick                                             # at most a minute for each
     python benchmarks/place_gpu.py --rate 1gbit --out benchmarks/results/place-h200.json
 
-As root on Linux with `ip` and `tc`: each process is in a network namespace of its own, so every byte between them goes
-over a shaped link. The layers are timed on both devices. VGG-16 is cut before its fully connected layers and ResNet-50
-is data parallel, whatever `shoal.place` would choose: they are the ways of which this measures the predictions.
-Workers share the GPU, so each is taken to have its share of the GPU's speed.
+With `--links tc`, as root on Linux with `ip` and `tc`: each process is in a network namespace of its own, so every byte
+between them goes over a shaped link. With `--links paced`, the default where there is no `tc`: the kernel paces each
+connection, so that the server's link is as fast as those of all workers together.
+
+The layers are timed on both devices. VGG-16 is cut before its fully connected layers and ResNet-50 is data parallel
+(with paced links: through the server, since connections between workers are not paced), whatever `shoal.place` would
+choose: these are the ways of which this measures the predictions. Workers share the GPU, so each is taken to
+have its share of the GPU's speed.
 """
 
 from __future__ import annotations
@@ -29,13 +33,15 @@ import torch
 import torch.nn.functional as F
 
 import shoal
+from paced_links import PacedLinks, paced
 from shoal.engine.processes.child import Child
 from shoal.errors import describe
 from shoal.evidence.bench.stamp import stamp
 from shoal.evidence.reproduce.namespaces import Links, missing, shaped
 from shoal.evidence.reproduce.placement_networks import SHAPES
 from shoal.net.links import Address
-from shoal.place.placement import DATA_PARALLEL, Placement
+from shoal.place.links import Link
+from shoal.place.placement import DATA_PARALLEL, PARAMETER_SERVER, Placement
 from shoal.place.training.api import train_placed
 from shoal.reporting.events import Event
 from shoal.settings import make_settings
@@ -60,7 +66,7 @@ def make_job(network: str, given: Any) -> shoal.Job:
     )  # fmt: skip
 
 
-def serve(network: str, placement: Placement, links: Links, given: Any, pipe: Connection) -> None:
+def serve(network: str, placement: Placement, links: Links | PacedLinks, given: Any, pipe: Connection) -> None:
     """Run the server, in its own process behind the first link, and its workers behind the others."""
 
     def run() -> None:
@@ -76,7 +82,7 @@ def serve(network: str, placement: Placement, links: Links, given: Any, pipe: Co
     thread.join()
 
 
-def _train(network: str, placement: Placement, links: Links, given: Any, log: Log) -> dict[str, Any]:
+def _train(network: str, placement: Placement, links: Links | PacedLinks, given: Any, log: Log) -> dict[str, Any]:
     def note(event: Event) -> None:
         if event.kind == "note":
             log(event.data["text"])
@@ -110,17 +116,26 @@ def run_child(body: Callable[[Connection], None], seconds: float) -> dict[str, A
         child.close()
 
 
+def link_of(given: Any) -> str:
+    """Return the rate of a link as `shoal.place` takes it."""
+    return str(given.rate).replace("gbit", "Gbit").replace("mbit", "Mbit")
+
+
 def plan(network: str, job: shoal.Job, given: Any) -> tuple[Placement, Placement]:
     """Return what `shoal.place` chooses for workers with a GPU each, and what is run here."""
     on_cpu = given.device == "cpu"
-    link = given.rate.replace("gbit", "Gbit").replace("mbit", "Mbit")
-    how: dict[str, Any] = {"link": link, "batch_size": given.rows, "batch_norm": "own"}
+    how: dict[str, Any] = {"link": link_of(given), "batch_size": given.rows, "batch_norm": "own"}
+    if given.links == "paced":
+        how["server_link"] = Link.parse(link_of(given)).faster(given.workers)
     how |= {"cores": os.cpu_count()} if on_cpu else {}
     model = job.model()
     with torch_flags(torch.device("cpu"), given.threads):
         chosen = shoal.place(model, job.data[0], workers=given.workers, device=given.device, **how)
     shares = given.workers if on_cpu else [1 / given.workers] * given.workers
-    return chosen, shoal.place(model, job.data[0], workers=shares, profile=chosen, **how, **WAYS[network])
+    way = WAYS[network]
+    if given.links == "paced":
+        way = {"sync": "server"} | way if "cut" in way else {"mode": PARAMETER_SERVER}
+    return chosen, shoal.place(model, job.data[0], workers=shares, profile=chosen, **how, **way)
 
 
 def measure(network: str, given: Any) -> dict[str, Any]:
@@ -138,10 +153,11 @@ def measure(network: str, given: Any) -> dict[str, Any]:
         flush=True,
     )
     start = time.perf_counter()
-    with shaped(1 + given.workers, given.rate) as links:
+    with shaped(1 + given.workers, given.rate) if given.links == "tc" else paced(link_of(given)) as links:
         ran = run_child(partial(serve, network, placement, links, given), given.limit)
     row = {
         "network": network, "rows": given.rows, "workers": given.workers, "rate": given.rate, "pixels": given.pixels,
+        "links": given.links,
         "server_threads": given.threads, "planned_in": planned, "chosen": chosen.predicted.describe(),
         "chosen_seconds": chosen.seconds, "way": parts.describe(), "micro_batches": placement.micro_batches,
         "predicted_seconds": placement.seconds, "predicted_worker": parts.worker_seconds,
@@ -169,6 +185,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rate", default="1gbit", help="of every link, for tc")
+    parser.add_argument("--links", choices=["tc", "paced"], help="by default tc if it can be used here")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=32, help="of one worker in a step")
     parser.add_argument("--pixels", type=int, default=224)
@@ -181,9 +198,10 @@ def main() -> None:
     if given.quick:
         parser.set_defaults(**QUICK)
         given = parser.parse_args()
-    reason = missing()
-    if reason is not None:
+    reason = missing() if given.links != "paced" else ""
+    if given.links == "tc" and reason is not None:
         raise SystemExit(reason)
+    given.links = "tc" if reason is None else "paced"
     given.threads = given.threads or (1 if given.device == "cpu" else torch.get_num_threads())
     torch.set_num_threads(1)  # children of a process without OpenMP's threads may use their own
     rows = [measure(network, given) for network in given.networks]
