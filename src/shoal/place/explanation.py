@@ -28,15 +28,26 @@ def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative])
         cut = graph.cuts[chosen.cut - 1]
         server_bytes = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
         all_bytes = sum(layer.trained_bytes for layer in graph.layers)
-        ratio = 2 * all_bytes / max(1, chosen.bytes_both)
         lines.append(
             f"{size(server_bytes)} of {size(all_bytes)} of parameters stay at the server, and "
             f"{size(cut.bytes_up(1) + cut.bytes_down(1))} travel for each row in their place: "
-            f"{size(chosen.bytes_both)} a step at each worker, {ratio:.1f} times less than "
+            f"{size(chosen.bytes_both)} a step at each worker, {_compare(2 * all_bytes, chosen.bytes_both)} "
             f"all parameters through a server ({size(2 * all_bytes)}). "
             f"In bytes it pays below batch {pays_below(graph, cut):,}."
         )
     return " ".join(lines) + beside + _fails(graph)
+
+
+def _compare(parameter_bytes: int, placed_bytes: int) -> str:
+    """Describe the bytes of a placement beside those of all parameters.
+
+    >>> _compare(1000, 200), _compare(1000, 990), _compare(1000, 1500)
+    ('5.0 times less than', 'about as much as', '1.5 times as much as')
+    """
+    ratio = parameter_bytes / max(1, placed_bytes)
+    if ratio >= 1.05:
+        return f"{ratio:.1f} times less than"
+    return "about as much as" if ratio > 0.95 else f"{1 / ratio:.1f} times as much as"
 
 
 def _pays_from(costs: CostModel, alone: Alternative, every: Sequence[Alternative]) -> str:
