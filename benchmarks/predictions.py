@@ -83,7 +83,7 @@ def _timed(network: str, members: int) -> tuple[float, float]:
     from shoal.engine.units import trials
     from shoal.preparation.checks import prepare
 
-    trials._verdicts.clear()
+    trials._trial_results.clear()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SHOAL_CACHE"] = cache
         built = prepare(jobs(network, members, 400, 64), torch.device("cpu"))
@@ -194,9 +194,9 @@ def row(pack: str, what: str, said: float, seen: float, bar: float, counts: bool
     holds = None if not counts else abs(off) <= bar
     line = {"pack": pack, "what": what, "predicted": said, "measured": seen, "off": off, "bar": bar, "holds": holds}
     unit, scale = ("MB", 1e-6) if what.startswith("memory") else ("ms", 1e3)
-    verdict = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
+    outcome = "below 200 MB" if holds is None else "holds" if holds else "MISSED"
     print(
-        f"{verdict:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True
+        f"{outcome:13} {pack:12} {what:18} {said * scale:9.4g} {unit}, was {seen * scale:9.4g}  {off:+.1%}", flush=True
     )
     return line
 

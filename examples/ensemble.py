@@ -1,4 +1,4 @@
-"""An ensemble: ten networks that differ in their seed alone, averaged; its spread says where it is unsure.
+"""An ensemble: the average of ten networks that differ only in their seed. Its spread shows where it is unsure.
 
 python examples/ensemble.py
 """

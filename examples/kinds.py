@@ -1,4 +1,4 @@
-"""What examples/kinds.toml takes from a module of its own: a network, a metric and an optimizer.
+"""The network, the metric and the optimizer that examples/kinds.toml uses.
 
 shoal train examples/kinds.toml
 """

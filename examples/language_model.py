@@ -1,4 +1,4 @@
-"""A small language model over characters, in four sizes of learning rate and two seeds, with a step of its own.
+"""A small language model over characters, with four learning rates, two seeds and its own step.
 
 python examples/language_model.py
 """

@@ -1,4 +1,4 @@
-"""Your own loop: shoal.Pack steps all members at once and leaves the loop to you. Members may come and go.
+"""Your own loop: shoal.Pack steps all members at once and leaves the loop to you. You can add and remove members.
 
 python examples/own_loop.py
 """

@@ -324,7 +324,7 @@ def test_what_a_change_cannot_be() -> None:
     )
     assert len(list(run.as_completed(60))) == 2
     for changes, words in [
-        ({"model": net}, "clone: model cannot be changed on the way; it takes hparams, .*add"),
+        ({"model": net}, "clone: model cannot be changed in a clone; it takes hparams, .*add"),
         (
             {"optimizer": torch.optim.SGD},
             r"clone: optimizer changes, and hparams \{'lr': 0.01\} are those of the one before",

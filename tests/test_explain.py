@@ -92,7 +92,7 @@ def test_data_that_is_not_held_has_no_size() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=16)
     reading = shoal.Job(model=lambda: nn.Linear(6, 3), data=loader, loss=F.cross_entropy, epochs=2)
     told = shoal.explain([reading], device="cpu", measure=False)
-    assert "data: read as it is needed; memory in all" in str(told)
+    assert "data: read as it is needed; total memory" in str(told)
 
 
 def test_memory_is_counted() -> None:
@@ -135,9 +135,9 @@ def test_steps_are_timed_on_copies_and_nothing_is_disturbed() -> None:
 
 
 def test_where_stacking_loses_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = trials.Verdict(stacked=2e-3, solo=1e-3, ratio=0.5)
+    lost = trials.TrialResult(stacked=2e-3, solo=1e-3, ratio=0.5)
     monkeypatch.setattr(trials, "trial", lambda *_: lost)
-    monkeypatch.setattr(trials, "_verdicts", {})
+    monkeypatch.setattr(trials, "_trial_results", {})
     long = [job(f"l{i}", epochs=200, seed=i) for i in range(3)]
     told = shoal.explain(long, device="cpu")
     assert [part.tier for part in told.plan.parts] == ["serial"] * 3

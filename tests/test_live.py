@@ -259,7 +259,7 @@ def test_what_a_clone_cannot_have() -> None:
         while run.status()["a"][1] < 2 or run.status()["bad"][0] != "diverged":
             time.sleep(0.01)
         for changes, words in [
-            ({"model": net}, "clone: model cannot be changed on the way; it takes hparams, epochs"),
+            ({"model": net}, "clone: model cannot be changed in a clone; it takes hparams, epochs"),
             ({"colour": 3}, "clone: colour cannot be changed"),
             ({"hparams": 3}, "clone: hparams is 3; pass a dict"),
             ({"hparams": {"colour": 3}}, "colour"),

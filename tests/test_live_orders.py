@@ -237,11 +237,9 @@ def test_a_mistake_in_a_callbacks_order_is_a_warning() -> None:
         results = shoal.start([job("a"), job("b", seed=1)], device="cpu", callbacks=[order]).wait(60)
     assert [r.status for r in results] == ["done", "done"]
     texts = {str(one.message) for one in caught}
-    taken = (
-        "clone('a', 'b'), ordered by a callback or a listener, was not done: job 'b': the run has a job of this name"
-    )
+    taken = "clone('a', 'b'), called in a callback or a listener, failed: job 'b': the run has a job of this name"
     assert any(text.startswith(taken) for text in texts)
-    assert any(text.startswith("stop('z'), ordered by") and "no job 'z'" in text for text in texts)
+    assert any(text.startswith("stop('z'), called in") and "no job 'z'" in text for text in texts)
 
 
 def test_a_callback_that_raises_after_its_orders() -> None:
@@ -258,7 +256,7 @@ def test_a_callback_that_raises_after_its_orders() -> None:
 def test_what_a_callback_cannot_ask() -> None:
     def ask(view: shoal.MemberView) -> None:
         for wait in (view.run.wait, view.run.as_completed):
-            with pytest.raises(ShoalError, match=r"in a callback or a listener would wait for itself"):
+            with pytest.raises(ShoalError, match=r"in a callback or a listener would deadlock"):
                 wait()
 
     assert [r.status for r in shoal.start([job("a", epochs=1)], device="cpu", callbacks=[ask]).wait(60)] == ["done"]

@@ -56,6 +56,6 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run; macOS and Windows do not tell."""
+    """Return the number of cores on which this process may run; macOS and Windows do not report it."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

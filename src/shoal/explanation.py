@@ -28,7 +28,7 @@ MOST_NAMED = 5
 
 @dataclass(slots=True, eq=False)
 class Explanation:
-    """A plan with its expected cost. `print` it, or take `to_dict()`."""
+    """A plan with its expected cost. Print it for a table, or call `to_dict()`."""
 
     plan: Plan
     steps: dict[int, int]
@@ -106,8 +106,8 @@ class Explanation:
         """Yield lines with the expected total memory and time."""
         parts = _total(self.plan.parts, "memory_bytes")
         less = " (less than the sum: not all jobs run at the same time)" if (parts or 0) > self.memory_bytes else ""
-        data = f"{size(self.data_bytes)}, in memory once" if self.data_bytes else "read as it is needed"
-        yield f"data: {data}; memory in all: about {size(self.memory_bytes)}{less}"
+        data = f"{size(self.data_bytes)}, one copy in memory" if self.data_bytes else "read as it is needed"
+        yield f"data: {data}; total memory: about {size(self.memory_bytes)}{less}"
         timed_parts = [part for part in self.plan.parts if {"alone_seconds", "step_seconds"} <= part.predicted.keys()]
         if timed_parts and len(timed_parts) == len(self.plan.parts) and not self.plan.waiting:
             packed, alone = 0.0, 0.0
@@ -117,9 +117,9 @@ class Explanation:
                 alone += part.predicted["alone_seconds"] / len(part.members) * every
             times = [f"{duration(packed)} packed"] if any(part.tier != "serial" for part in timed_parts) else []
             times.append(f"{duration(alone)} one after another")
-            yield f"training: about {', '.join(times)} (validation aside, and what other programs take of the cores)"
+            yield f"training: about {', '.join(times)} (without validation, and if no other program uses the cores)"
         elif not self.measured:
-            yield "not timed: where a trial before training shows that stacking loses, jobs run alone"
+            yield "not timed: if a trial before training shows that stacking is slower, jobs run unstacked"
 
 
 @training_mode()
@@ -141,7 +141,7 @@ def explain(
         measure: Time a few steps on copies, alone and packed, to predict the gain. On a GPU each pack is built and
             captured as in training, which also measures its memory. Your models, data and random state are left
             unchanged.
-        memory: Bytes that may be used, or a size such as "20GB", which decides how packs are sized and which jobs wait.
+        memory: The memory limit: bytes, or a size such as "20GB". It decides how packs are sized and which jobs wait.
             None means 90 % of the free memory.
         compile: As for `shoal.train`: whether compiled steps are tried too, on a GPU; that may take minutes.
     """

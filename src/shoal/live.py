@@ -275,13 +275,13 @@ class LiveRun:
     def _refuse_in_run_thread(self, what: str) -> None:
         """Raise an error if this is the run's own thread."""
         if self._in_run_thread:
-            raise ShoalError(f"{what} in a callback or a listener would wait for itself; call it from another thread")
+            raise ShoalError(f"{what} in a callback or a listener would deadlock; call it from another thread")
 
 
 def _warn_of_mistake(what: str, answer: Future[Any]) -> None:
     error = answer.exception()
     if error is not None:
-        warn(f"{what}, ordered by a callback or a listener, was not done: {error}")
+        warn(f"{what}, called in a callback or a listener, failed: {error}")
 
 
 def _timeout_error(timeout: float | None) -> TimeoutError:

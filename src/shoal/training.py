@@ -57,13 +57,13 @@ def train(
 
     Args:
         jobs: The jobs to train. Mistakes that show before the first step raise one JobError (a ValueError) for all.
-        device: "auto" takes the GPU if there is one; or "cpu", "cuda", "cuda:1".
+        device: "auto" uses the GPU if there is one; or "cpu", "cuda", "cuda:1".
         out: A folder for the run: its jobs, checkpoints, histories, results and weights. The same jobs with the same
             folder resume, however the run before ended; added jobs, epochs or steps are trained too; different jobs
             raise an error that says what differs.
         progress: Show a table in terminals and notebooks, and plain lines elsewhere; None shows only the table.
-        memory: Bytes that may be used, or a size such as "20GB"; None means 90 % of the free memory. Jobs that do not
-            fit beside the others wait until there is room.
+        memory: The memory limit: bytes, or a size such as "20GB"; None means 90 % of the free memory. Jobs that do not
+            fit wait until others finish.
         threads: Torch's intra-op threads during the run, in this process alone. None on a CPU means one, or all of
             torch's threads if steps are faster with them (with `out`, decided once for the run), and long runs are
             shared among one process per free core (SHOAL_WORKERS sets their number).
@@ -72,7 +72,7 @@ def train(
         checkpoint_every: Seconds between checkpoints, or a time such as "5m", if `out` is given.
         deterministic: Give the same bits every time, with torch's deterministic algorithms only; an operation without
             one raises an error. On a CPU with one thread (then the default) a job's bits also do not depend on the jobs
-            that run beside it, and no timing decides how it is run, which may make the run slower.
+            that run alongside, and timing does not decide how it runs. The run may be slower.
         policy: Which jobs go first if not all can run at once: "fifo", "priority", "shortest", "round-robin", "fair",
             or a shoal.Policy of your own.
         callbacks: Functions that are called with a member's view after each of its epochs and at its end. All jobs

@@ -124,13 +124,13 @@ def test_a_cut_network_reports_its_parts(file: Path, capfd: pytest.CaptureFixtur
     report = json.loads(out)["split"]
     assert report["method"] == "sil heads" and report["cut_at"] and report["joined"]["accuracy"] > 0.5
     assert report["bytes_measured"] == pytest.approx(report["bytes_predicted"], rel=0.02)
-    assert "2 parts, 3 workers: 1 are spare, should one be lost" in err
+    assert "2 parts, 3 workers: 1 in reserve if one is lost" in err
 
 
 def test_a_file_of_several_jobs_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(file.read_text() + "seeds = 2\n")
     assert main(["split", str(file)]) == 1
-    assert "has 2 jobs; a split is of one" in capsys.readouterr().err
+    assert "has 2 jobs; a split takes one" in capsys.readouterr().err
 
 
 def test_a_network_that_cannot_be_cut_is_told(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def test_workers_join_a_coordinator_and_one_has_another_job(tmp_path: Path) -> N
     assert json.loads(out)["split"]["workers"] == 2 and "has another job than the coordinator" in err
     for worker in (first, second):
         code, _, err = ended(worker)
-        assert code == 0 and "is done; " in err and "Traceback" not in err
+        assert code == 0 and "has finished; " in err and "Traceback" not in err
 
 
 @pytest.mark.slow

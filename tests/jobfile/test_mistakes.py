@@ -133,9 +133,9 @@ CASES: dict[str, tuple[str | bytes, int, str]] = {
     # data
     "folder": (changed('"d.npz"', '"folder.csv"'), 1, "is a folder"),
     "kind of file": (changed('"d.npz"', '"d.parquet"'), 1, "end its name in .npz"),
-    "damaged": (changed('"d.npz"', '"junk.npz"'), 1, "no .npz file"),
-    "pickled": (changed('"d.npz"', '"objects.npz"'), 1, "no .npz file of plain arrays"),
-    "damaged pt": (changed('"d.npz"', '"junk.pt"'), 1, "no .pt file"),
+    "damaged": (changed('"d.npz"', '"junk.npz"'), 1, "not a .npz file"),
+    "pickled": (changed('"d.npz"', '"objects.npz"'), 1, "not a .npz file of plain arrays"),
+    "damaged pt": (changed('"d.npz"', '"junk.pt"'), 1, "not a .pt file"),
     "csv cell": (changed('"d.npz"', '"bad.csv"'), 1, "line 3 has 'x' in column 'a'; it must be a number"),
     "array name": (changed('"d.npz"', '{ use = "d.npz", target = "z" }'), 1, "it has no 'z'; it has x, y"),
     "data raises": (changed('"d.npz"', '"own_parts.py:fails"'), 1, "raised KeyError: 'gone' (own_parts.py:3)"),

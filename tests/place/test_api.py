@@ -81,7 +81,7 @@ def test_it_says_from_which_link_on_it_would_pay() -> None:
     model, sample = vgg_like()
     made = shoal.place(model, sample, link="10Mbit", speed=1e11)
     assert made.mode == "one machine"
-    found = re.search(r"It would pay from about ([0-9.]+) ([GM]bit)/s on", made.explanation)
+    found = re.search(r"It would pay with links of about ([0-9.]+) ([GM]bit)/s", made.explanation)
     assert found is not None
     better = shoal.place(model, sample, link=f"{found[1]}{found[2]}", speed=1e11)
     assert better.mode != "one machine"

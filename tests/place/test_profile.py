@@ -82,7 +82,7 @@ def test_saved_and_read_back(tmp_path: Path) -> None:
     with pytest.raises(PlaceError, match="of another network"):
         times.check(trace_layers(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)))
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(PlaceError, match="no profile"):
+    with pytest.raises(PlaceError, match="not a profile"):
         Profile.load(tmp_path / "other.json")
 
 

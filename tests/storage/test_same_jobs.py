@@ -457,7 +457,7 @@ def test_a_factory_that_the_seed_does_not_set_is_told_and_taken(tmp_path: Path) 
 
     assert not claimed(tmp_path, model=drawn)
     (line,) = warnings_of(lambda: claimed(tmp_path, model=drawn))
-    assert "other ones each time the factory is called" in line
+    assert "differ each time the factory is called" in line
 
 
 def test_another_version_of_a_library_is_told(tmp_path: Path) -> None:

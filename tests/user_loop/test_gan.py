@@ -31,30 +31,32 @@ def test_the_example_is_a_plain_loop_for_each_gan() -> None:
     count, steps = 3, 20
     images = numbers(1, 40, 64).sigmoid()
     torch.manual_seed(5)
-    generators, judges = ([make().double() for _ in range(count)] for make in (gan.generator, gan.discriminator))
-    packs = gan.make_packs(generators, judges)
+    generators, discriminators = (
+        [make().double() for _ in range(count)] for make in (gan.generator, gan.discriminator)
+    )
+    packs = gan.make_packs(generators, discriminators)
     torch.manual_seed(6)
     losses = gan.train(*packs, images, steps)
     assert all(tier == "stacked" for pack in packs for tier, _ in pack.tiers.values()), [p.tiers for p in packs]
-    for place, (generator, judge) in enumerate(zip(generators, judges, strict=True)):
+    for place, (generator, discriminator) in enumerate(zip(generators, discriminators, strict=True)):
         adam = {"lr": gan.RATES[place], "betas": (0.5, 0.999)}
-        first, second = (torch.optim.Adam(model.parameters(), **adam) for model in (generator, judge))
+        first, second = (torch.optim.Adam(model.parameters(), **adam) for model in (generator, discriminator))
         torch.manual_seed(6)
         for _ in range(steps):
             rows = torch.randint(len(images), (gan.BATCH,))
             noise = torch.randn(2, gan.BATCH, gan.NOISE, dtype=torch.float64)
             second.zero_grad()
-            real, fake = judge(images[rows]), judge(generator(noise[0]).detach())
-            judge_loss = F.softplus(-real).mean() + F.softplus(fake).mean()
-            judge_loss.backward()
+            real, fake = discriminator(images[rows]), discriminator(generator(noise[0]).detach())
+            discriminator_loss = F.softplus(-real).mean() + F.softplus(fake).mean()
+            discriminator_loss.backward()
             second.step()
             first.zero_grad()
-            generator_loss = F.softplus(-judge(generator(noise[1]))).mean()
+            generator_loss = F.softplus(-discriminator(generator(noise[1]))).mean()
             generator_loss.backward()
             first.step()
-        for loss, own in zip(losses, (generator_loss, judge_loss), strict=True):
+        for loss, own in zip(losses, (generator_loss, discriminator_loss), strict=True):
             assert distance(loss[place], own) < 1e-9
-        for pack, model in zip(packs, (generator, judge), strict=True):
+        for pack, model in zip(packs, (generator, discriminator), strict=True):
             for a, b in zip(pack.member(place).parameters(), model.parameters(), strict=True):
                 assert distance(a, b) < 1e-9
 

@@ -28,7 +28,7 @@ Memory = Annotated[str | None, typer.Option(help="Memory limit, such as 20GB; by
 CheckpointEvery = Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")]
 Deterministic = Annotated[
     bool | None,
-    typer.Option("--deterministic/--no-deterministic", help="Only kernels that give the same bits every time."),
+    typer.Option("--deterministic/--no-deterministic", help="Use only kernels that give the same bits every time."),
 ]
 Progress = Annotated[
     bool | None, typer.Option("--progress/--no-progress", help="Show progress on stderr; by default yes.")
@@ -37,9 +37,9 @@ Progress = Annotated[
 # --- commands that measure: shoal bench and shoal reproduce -----------------------------------------------------------
 
 MeasuredDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
-Limit = Annotated[float, typer.Option(min=1.0, help="Seconds for everything.")]
+Limit = Annotated[float, typer.Option(min=1.0, help="Stop after this many seconds.")]
 NumbersFile = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
-NumbersAsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON in place of the table.")]
+NumbersAsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON instead of the table.")]
 
 # --- the jobs of a target ---------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ def _no_function(target: str) -> str:
 def only_job(jobs: "list[Job]", target: str, what: str) -> "Job":
     """Return the job of a list of one. `what` is made of it: a split, a placement."""
     if len(jobs) != 1:
-        raise ValueError(f"{target} has {len(jobs)} jobs; a {what} is of one: leave the others out")
+        raise ValueError(f"{target} has {len(jobs)} jobs; a {what} takes one: leave the others out")
     return jobs[0]
 
 

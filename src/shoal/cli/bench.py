@@ -18,13 +18,15 @@ def bench(
     ] = None,
     members: Annotated[int, typer.Option(min=1, help="Networks trained at once.")] = 32,
     precision: Annotated[str, typer.Option(help="bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU.")] = "auto",
-    ways: Annotated[str, typer.Option(help="Of eager, captured, vmap, vmap-captured, shoal; with commas.")] = "all",
+    ways: Annotated[
+        str, typer.Option(help="Ways to measure, separated by commas: eager, captured, vmap, vmap-captured, shoal.")
+    ] = "all",
     device: MeasuredDevice = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 20,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: as torch chooses.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for every way; 0: torch's default.")] = 0,
     batch_size: Annotated[int, typer.Option(min=0, help="Rows in a batch; 0: the network's own.")] = 0,
     dropout: Annotated[
-        float | None, typer.Option(help="Rate of dropout, of networks that have it: tiny, mlp, cnn, gpt, encoder.")
+        float | None, typer.Option(help="Dropout rate, for networks with dropout: tiny, mlp, cnn, gpt, encoder.")
     ] = None,
     limit: Limit = 1800.0,
     out: NumbersFile = None,

@@ -120,9 +120,9 @@ def _report(console: "Console", result: "Comparison") -> None:
             "the time for all of them is estimated in proportion."
         )
     console.print(
-        f"Of each peak, {_megabytes(result.import_bytes)} are PyTorch, Shoal and the data before any training."
+        f"Each peak includes {_megabytes(result.import_bytes)} for PyTorch, Shoal and the data before any training."
     )
-    console.print(f"Gain: [bold]{result.verdict}[/bold]")
+    console.print(f"Gain: [bold]{result.speedup_text}[/bold]")
     console.print(f"Best network: {result.best_name}, validation accuracy {result.best_accuracy:.2%}")
     console.print(
         f"Packed against alone, in float64, {result.float64_networks} networks, {result.float64_steps} steps: largest "

@@ -11,14 +11,14 @@ def explain(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
     device: Device = None,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Time a few steps on copies, for the gain to expect.")
+        bool, typer.Option("--measure/--no-measure", help="Time a few steps on copies, to predict the speedup.")
     ] = True,
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes that may be used, such as 20GB: how large packs are, which jobs wait."),
+        typer.Option(help="Memory limit, such as 20GB: shows the size of packs and which jobs wait."),
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="On a GPU: try compiled steps too, which may take minutes.")
+        bool, typer.Option("--compile", help="On a GPU: also try compiled steps, which may take minutes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:

@@ -12,17 +12,25 @@ KINDS = (".safetensors", ".pt", ".pt2")
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run: what was given as --out.")],
+    folder: Annotated[Path, typer.Argument(help="The run folder: the --out of shoal train.")],
     file: Annotated[Path, typer.Argument(help="What to write: .safetensors or .pt (weights), .pt2 (torch.export).")],
-    job: Annotated[str | None, typer.Option(help="The job's name; needed unless there is one, or with --best.")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="The job's name; not needed with --best, or if there is only one job.")
+    ] = None,
     best: Annotated[str | None, typer.Option(help="Take the job with the best value of this metric.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Which way is better, min or max, if its name does not say.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Whether small or large values are better: min or max; by default from the metric's name."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="For .pt2: MODULE:FUNCTION or FILE.py:FUNCTION that builds the network.")
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="For .pt2: the shape of an input with its batch, as 1,64.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="For .pt2: the shape of an input with its batch, such as 1,64.")
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="For .pt2: the dtype of an input, as int64 for tokens; else that of the weights.")
+        str | None,
+        typer.Option(help="For .pt2: the dtype of an input, such as int64 for tokens; by default that of the weights."),
     ] = None,
 ) -> None:
     """Write the trained weights of a run folder's job to a file.

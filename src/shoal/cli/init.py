@@ -6,24 +6,24 @@ from typing import Annotated
 import typer
 
 TEMPLATE = """\
-# Train:              shoal train {file}
-# What would happen:  shoal explain {file}
-# The results later:  shoal results runs/{stem}
-# All keys: docs/jobfiles.md
+# Train:         shoal train {file}
+# Preview:       shoal explain {file}
+# Show results:  shoal results runs/{stem}
+# All keys:      docs/jobfiles.md
 
-# "digits" needs scikit-learn. Your own data: a file, data = "table.csv", or a function of yours, data = "mine.py:load".
+# "digits" needs scikit-learn. For your own data use a file, data = "table.csv", or a function, data = "mine.py:load".
 data = "digits"
 val = 0.2                    # a fifth of the rows for validation
 loss = "cross_entropy"
 metrics = ["accuracy"]
 
-# mlp, cnn, resnet18, gpt, lstm, encoder; or a class of yours: model = {{ use = "mine.py:Net", width = 64 }}
+# mlp, cnn, resnet18, gpt, lstm, encoder; or your own class: model = {{ use = "mine.py:Net", width = 64 }}
 model = {{ use = "mlp", features = 64, hidden = 32 }}
 optimizer = "AdamW"
 hparams = {{ weight_decay = 0.01 }}
 batch_size = 64
 epochs = 8
-seeds = 3                    # each setting with the seeds 0, 1 and 2
+seeds = 3                    # train each setting with the seeds 0, 1 and 2
 keep = "best"                # the weights of the epoch with the smallest validation loss
 
 [grid]                       # every combination is a job
@@ -37,7 +37,7 @@ out = "runs/{stem}"          # checkpoints, histories and weights; run the same 
 
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write; its name ends in .toml.")] = Path("sweep.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a job file to start from.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TARGET_HELP = (
     "A job file (.toml, .yaml) of one job, or MODULE:FUNCTION or FILE.py:FUNCTION: a function that takes nothing and "
-    "returns a shoal.Job, or a network and a sample of what it is called with."
+    "returns a shoal.Job, or a network and a sample input."
 )
 PLANNING = (
     "workers", "link", "server_link", "cut", "mode", "micro_batches", "sync", "memory", "server_memory", "server_speed",
@@ -31,39 +31,44 @@ RUN_REFUSES = "is for planning; leave it out with --run, where the job's own bat
 
 def place(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    workers: Annotated[str, typer.Option(help="Number of workers; or the speed of each, as 1,1,0.5.")] = "4",
-    link: Annotated[str, typer.Option(help="Of each worker: 100Mbit, 1Gbit, '1Gbit 2ms'.")] = "1Gbit",
+    workers: Annotated[
+        str, typer.Option(help="Number of workers, or the relative speed of each, such as 1,1,0.5.")
+    ] = "4",
+    link: Annotated[str, typer.Option(help="Link of each worker, such as 100Mbit, 1Gbit, '1Gbit 2ms'.")] = "1Gbit",
     server_link: Annotated[
-        str | None, typer.Option(help="What all workers share on their way to the server; by default a worker's.")
+        str | None, typer.Option(help="Link of the server, which all workers share; by default a worker's.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Rows of one worker in a step; by default a job's batch, divided.")
+        int | None,
+        typer.Option(help="Rows of one worker in a step; by default the job's batch divided by the workers."),
     ] = None,
-    cut: Annotated[str | None, typer.Option(help="The last layer on the workers; by default the best.")] = None,
+    cut: Annotated[str | None, typer.Option(help="The last layer on the workers; by default the fastest cut.")] = None,
     mode: Annotated[
         str | None,
         typer.Option(help="placed, 'parameter server', 'data parallel' or 'one machine'; by default the fastest."),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(help="Parts of a worker's rows that follow each other; by default the best.")
+        int | None, typer.Option(help="Parts into which a worker's rows are divided; by default the fastest.")
     ] = None,
     sync: Annotated[
-        str | None, typer.Option(help="How layers on the workers stay equal: server, allreduce, sharded, factors.")
+        str | None,
+        typer.Option(help="How the workers' layers are synchronised: server, allreduce, sharded or factors."),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Bytes that each worker may use, such as 8GB.")] = None,
-    server_memory: Annotated[str | None, typer.Option(help="Bytes that the server may use.")] = None,
-    server_speed: Annotated[float, typer.Option(help="Speed of the server; 1 is that of the timed device.")] = 1.0,
-    cores: Annotated[int | None, typer.Option(help="Cores that all share, where they are on one machine.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of each worker, such as 8GB.")] = None,
+    server_memory: Annotated[str | None, typer.Option(help="Memory limit of the server.")] = None,
+    server_speed: Annotated[float, typer.Option(help="Speed of the server relative to the timed device.")] = 1.0,
+    cores: Annotated[int | None, typer.Option(help="Number of cores, if all processes are on one machine.")] = None,
     batch_norm: Annotated[
-        str, typer.Option(help="Statistics on the workers: joined (over all rows) or own.")
+        str, typer.Option(help="Batch norm statistics on the workers: joined (over all rows) or own.")
     ] = "joined",
-    device: Annotated[str, typer.Option(help="Where the layers are timed: cpu, cuda ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device on which to time the layers: cpu, cuda ...")] = "cpu",
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Time the layers here, or estimate them by their operations.")
+        bool,
+        typer.Option("--measure/--no-measure", help="Time the layers here, or estimate their times from operations."),
     ] = True,
-    speed: Annotated[float, typer.Option(help="Without times: operations a second of a device.")] = 1e12,
+    speed: Annotated[float, typer.Option(help="With --no-measure: operations per second of a device.")] = 1e12,
     profile: Annotated[
-        Path | None, typer.Option(help="File of the layers' times: read where it exists, else written.")
+        Path | None, typer.Option(help="File with the layers' times; read if it exists, else written.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the placement into this file, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the placement into this file (.svg, .png, .pdf).")] = None,
@@ -73,10 +78,12 @@ def place(
         typer.Option(
             "--run",
             "--train",
-            help="Train the job with the placement, on this machine; always so under torchrun.",
+            help="Train the job with the placement, on this machine. Under torchrun always on.",
         ),
     ] = False,
-    placement: Annotated[Path | None, typer.Option(help="With --run: a placement from --out, used as it is.")] = None,
+    placement: Annotated[
+        Path | None, typer.Option(help="With --run: a placement file from --out, instead of planning.")
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="With --run: a folder for checkpoints; run the same command to resume.")
     ] = None,
@@ -221,7 +228,7 @@ def train_placed(
             results = train_job(job, planned, settings, out=folder, progress=log is not None)
         else:
             if started.world < 2:
-                raise ValueError("torchrun started one process; a server and a worker are two: --nproc-per-node 2")
+                raise ValueError("torchrun started one process; a server and a worker need two: use --nproc-per-node 2")
             server_plan = None
             if started.rank == 0:
                 wanted["workers"] = wanted["workers"] if "," in wanted["workers"] else str(started.world - 1)

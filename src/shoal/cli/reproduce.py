@@ -178,9 +178,11 @@ def placement(
     ] = None,
     links: Annotated[
         str,
-        typer.Option(help="Rates of every machine's link, for tc; with commas. none: the full-size arithmetic alone."),
+        typer.Option(
+            help="Rates of the links, for tc, separated by commas. none: print only the bytes of full-size networks."
+        ),
     ] = "100mbit",
-    rows: Annotated[str, typer.Option(help="Rows of one worker in a step; with commas.")] = "8",
+    rows: Annotated[str, typer.Option(help="Rows of one worker in a step, separated by commas.")] = "8",
     workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 4,
     steps: Annotated[int, typer.Option(min=3, help="Steps of each way; the median is shown.")] = 8,
     train: Annotated[bool, typer.Option("--train", help="Also say which accuracy the steps reach.")] = False,
@@ -201,7 +203,7 @@ def placement(
         raise ValueError(f"network is {unknown[0]!r}; use {', '.join(paper.PIXELS)}")
     reason = missing() if links != "none" else None
     if reason is not None:
-        raise ValueError(f"{reason}; --links none gives the arithmetic of the full-size networks alone")
+        raise ValueError(f"{reason}; --links none prints only the bytes of full-size networks")
     counts = [2] if quick else [int(count) for count in rows.split(",")]
     cases = [
         paper.Case(name, count, rate.strip(), workers)

@@ -10,9 +10,9 @@ import typer
 
 
 def results(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run: what was given as --out.")],
-    history: Annotated[bool, typer.Option("--history", help="A row for each epoch of each job.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all but the weights as JSON.")] = False,
+    folder: Annotated[Path, typer.Argument(help="The run folder: the --out of shoal train.")],
+    history: Annotated[bool, typer.Option("--history", help="Print a row for each epoch of each job.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything except the weights as JSON.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
 ) -> None:
     """Show the results of a run folder, finished or not.

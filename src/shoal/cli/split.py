@@ -34,7 +34,9 @@ def split(
     layers: Annotated[
         str | None, typer.Option(help="ist: hidden layers to divide: auto (default), all or alternate.")
     ] = None,
-    shares: Annotated[str | None, typer.Option(help="ist: 'speed', or a number for each worker as 1,1,2.")] = None,
+    shares: Annotated[
+        str | None, typer.Option(help="ist: share of each worker, such as 1,1,2; or 'speed', from measured speeds.")
+    ] = None,
     scale: Annotated[
         bool | None,
         typer.Option("--scale/--no-scale", help="ist: scale up for the missing units; by default yes."),
@@ -44,36 +46,40 @@ def split(
         typer.Option(help="Optimizer state: travel (default) sends it with the weights; fresh resets it each round."),
     ] = None,
     cuts: Annotated[
-        str | None, typer.Option(help="sil: modules before which to cut, as fc3,fc5, or a number of parts.")
+        str | None, typer.Option(help="sil: modules before which to cut, such as fc3,fc5; or a number of parts.")
     ] = None,
     variant: Annotated[str | None, typer.Option(help="sil: heads (default), or labels A or B.")] = None,
     codec: Annotated[
-        str | None, typer.Option(help="Format of the numbers that are sent: exact (default), fp16, bf16, int8.")
+        str | None, typer.Option(help="Format in which numbers are sent: exact (default), fp16, bf16 or int8.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed, in place of the job's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, instead of the job's.")] = None,
     coordinator: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Be the coordinator there, for workers that --join.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Start the coordinator at this address; workers --join it.")
     ] = None,
-    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be a worker of that coordinator.")] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Start a worker that joins this coordinator.")
+    ] = None,
     local: Annotated[
         int | None,
         typer.Option(min=0, help="Workers to start here; by default all, none with --coordinator, one with torchrun."),
     ] = None,
     shard: Annotated[
-        int | None, typer.Option(min=0, help="With --join: the data here is this shard alone, and stays here.")
+        int | None,
+        typer.Option(min=0, help="With --join: the data of this file is only this shard of the rows, and is not sent."),
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds that a worker may take for a round; by default measured.")
+        float | None, typer.Option(help="Seconds that a worker may take for a round; by default from measured rounds.")
     ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a coordinator that cannot be reached.")] = 60.0,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...; by default cpu.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoints; run the same command to resume.")] = None,
     checkpoint_every: CheckpointEvery = None,
     link: Annotated[
-        str | None, typer.Option(help="Speed of a worker's link for the advice, as 100Mbit; by default measured.")
+        str | None,
+        typer.Option(help="Speed of a worker's link, such as 100Mbit, for the prediction; by default measured."),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Only say what it would cost, and whether it pays.")
+        bool, typer.Option("--explain", help="Only predict the cost, and whether it is faster than one machine.")
     ] = False,
     progress: Annotated[
         bool | None, typer.Option("--progress/--no-progress", help="Print progress on stderr; by default yes.")

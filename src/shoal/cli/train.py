@@ -25,10 +25,12 @@ def train(
         str | None, typer.Option(help="Which job runs first: fifo, priority, shortest, round-robin or fair.")
     ] = None,
     checkpoint_every: CheckpointEvery = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs, a subfolder per job.")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard logs, with a subfolder per job.")
+    ] = None,
     progress: Progress = None,
     compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Compile steps on a GPU; by default where it pays.")
+        bool | None, typer.Option("--compile/--no-compile", help="Compile steps on a GPU; by default if it saves time.")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads, in one process; by default a process for each free core.")

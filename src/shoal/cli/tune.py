@@ -16,19 +16,23 @@ MISSING = object()
 def tune(
     file: Annotated[
         str,
-        typer.Argument(help="A Python file with make_job and space, and settings, a dict, for more of shoal.tune's."),
+        typer.Argument(
+            help="A Python file with make_job and space, and optionally settings, a dict of arguments of shoal.tune."
+        ),
     ],
-    max_epochs: Annotated[int | None, typer.Option(min=1, help="The longest that a trial trains.")] = None,
-    metric: Annotated[str | None, typer.Option(help="What is compared: val_loss, or one of the jobs' metrics.")] = None,
-    mode: Annotated[str | None, typer.Option(help="min or max; by default as the metric's name says.")] = None,
-    eta: Annotated[int | None, typer.Option(min=2, help="A rung keeps one in eta; by default 3.")] = None,
+    max_epochs: Annotated[int | None, typer.Option(min=1, help="The most epochs that a trial trains.")] = None,
+    metric: Annotated[str | None, typer.Option(help="What to compare: val_loss, or one of the jobs' metrics.")] = None,
+    mode: Annotated[str | None, typer.Option(help="min or max; by default from the metric's name.")] = None,
+    eta: Annotated[
+        int | None, typer.Option(min=2, help="At each rung one in eta trials continues; by default 3.")
+    ] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="hyperband, successive-halving, asha, pbt or none; by default hyperband.")
     ] = None,
     sampler: Annotated[
         str | None, typer.Option(help="random, grid, or Optuna's tpe, cma, gp, nsga2; by default random.")
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="How many settings are tried.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the search; each job has its own.")] = None,
     storage: Annotated[str | None, typer.Option(help="An Optuna storage, such as sqlite:///study.db.")] = None,
     study_name: Annotated[str | None, typer.Option(help="The study's name in the storage.")] = None,

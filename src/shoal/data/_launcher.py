@@ -130,7 +130,7 @@ class Starter:
 
 
 def _serve(launcher: Launcher, other_end: Connection, pipe: Connection, parent: int) -> None:
-    """Run in a process that starts workers, until it is told to end, or the process that trains is gone."""
+    """Run in a process that starts workers, until the training process stops it or ends."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     other_end.close()

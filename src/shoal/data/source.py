@@ -89,8 +89,8 @@ class TensorSource(Source):
         kinds = [[(leaf.shape, leaf.dtype, leaf.layout) for leaf in each] for each in (leaves, self.leaves)]
         if spec != self.spec or kinds[0] != kinds[1]:
             return False
-        mine, theirs = ([part for leaf in each for part in parts(leaf)] for each in (self.leaves, leaves))
-        return all(_same_bits(a, b) for a, b in zip(theirs, mine, strict=True))
+        own_parts, other_parts = ([part for leaf in each for part in parts(leaf)] for each in (self.leaves, leaves))
+        return all(_same_bits(a, b) for a, b in zip(other_parts, own_parts, strict=True))
 
     def whole(self) -> Any:
         """Return all rows, without a copy."""

@@ -35,7 +35,10 @@ class Extent:
         factor = Fraction(values[1] - values[0], rows[1] - rows[0])
         fixed = values[0] - factor * rows[0]
         if fixed.denominator != 1:
-            raise GraphError(f"a size is {values[0]} for {rows[0]} rows and {values[1]} for {rows[1]}: no whole line")
+            raise GraphError(
+                f"a size is {values[0]} for {rows[0]} rows and {values[1]} for {rows[1]}; "
+                "sizes must be a constant plus a share of the rows"
+            )
         return Extent(int(fixed), factor.numerator, factor.denominator)
 
 

@@ -87,7 +87,7 @@ def _check_sample(model: nn.Module, sample: Any) -> None:
             copy.deepcopy(model)(*args, **kwargs)
     except Exception as error:
         raise GraphError(
-            f"the network does not take the sample ({describe(error)}); give what it is called with: a tensor, a tuple "
+            f"the network does not take the sample ({describe(error)}); give a sample input: a tensor, a tuple "
             "of arguments, or a dict of named ones"
         ) from error
 

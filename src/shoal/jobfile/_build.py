@@ -189,7 +189,7 @@ class Builder:
         if use.value.lower() not in _known.OVERS:
             return self._reference("schedule", node, {**_known.OVERS, **_known.SCHEDULERS}, 1)
         if "total" in arguments:
-            raise Mistake(arguments["total"], f"schedule {use.value!r} finds its total by itself; remove it")
+            raise Mistake(arguments["total"], f"schedule {use.value!r} computes its total itself; remove it")
         return guarded(use, "schedule", self._reference("schedule", node, _known.OVERS), ours=True)
 
     def _scheduled(self, job: Job, schedule: Any) -> Job:

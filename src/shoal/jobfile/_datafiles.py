@@ -77,7 +77,7 @@ def _read_arrays(file: Path) -> Any:
     except ImportError:
         raise
     except Exception as error:
-        raise ValueError(f"it is no {suffix} file of plain arrays; write it with {WRITERS[suffix]}") from error
+        raise ValueError(f"it is not a {suffix} file of plain arrays; write it with {WRITERS[suffix]}") from error
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -119,13 +119,13 @@ def table(
         raise ValueError(f"delimiter is {delimiter!r}; use one character")
     rows = _rows(file, delimiter)
     if len(rows) < 2:
-        raise ValueError("it has no rows below its head line")
+        raise ValueError("it has no rows below its header line")
     head, body = [name.strip() for name in rows[0][1]], rows[1:]
     if len(set(head)) < len(head):
         raise ValueError("two of its columns have one name")
     for line, row in body:
         if len(row) != len(head):
-            raise ValueError(f"line {line} has {len(row)} cells, its head has {len(head)}")
+            raise ValueError(f"line {line} has {len(row)} cells, its header has {len(head)}")
     target_column = head[-1] if target is None else target
     chosen = [name for name in head if name != target_column] if inputs is None else inputs
     for name in (target_column, *chosen):
@@ -168,7 +168,7 @@ def _target(cells: list[tuple[int, str]], column: str, classes: bool | None) -> 
         return torch.tensor([class_of[cell] for _, cell in cells])
     all_integers = all(number.is_integer() for number in numbers)
     if classes and not all_integers:
-        raise ValueError(f"column {column!r} is to hold classes, but has numbers that are not whole")
+        raise ValueError(f"column {column!r} must hold classes, but has numbers that are not whole")
     if classes or (classes is None and all_integers):
         return torch.tensor([int(number) for number in numbers])
     return torch.tensor(numbers, dtype=torch.float32).unsqueeze(1)

@@ -124,7 +124,9 @@ def check_arguments(
     try:
         signature.bind(*[None] * given, **dict.fromkeys(arguments))
     except TypeError as error:
-        raise Mistake(use, f"{label} cannot be called so: {error}; give it in the table of {field}") from None
+        raise Mistake(
+            use, f"{label} cannot be called with these arguments: {error}; give it in the table of {field}"
+        ) from None
 
 
 def _check_type(label: str, node: Node, annotation: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.engine.processes.child import apart
+from shoal.engine.processes.child import compute_in_fork
 from shoal.errors import PlaceError
 from shoal.graphs.calls import rows_of
 from shoal.place.cost import CostModel
@@ -66,14 +66,14 @@ def place(
     server_profile: ProfileLike | None = None,
     speed: float = DEFAULT_SPEED,
 ) -> Placement:
-    """Decide which layers of a network the workers compute and which the server, for the shortest step.
+    """Decide which layers of a network run on the workers and which on the server, for the shortest step.
 
     Nothing is trained, and no other process is needed: layers are timed here, or estimated.
 
     Args:
         model: The network, or its layers as `trace_layers` lists them. It is not changed. On the meta device it is not
             timed.
-        sample: What the network is called with: a tensor, a tuple of arguments or a dict of them; rows first.
+        sample: A sample input: a tensor, a tuple of arguments or a dict of them; rows first.
         workers: The number of workers, or the speed of each relative to the profiled device: [1, 1, 0.5].
         link: The link of each worker: "1Gbit", "100Mbit 5ms", or a measured Link.
         batch_size: Rows of one worker in a step; None: those of the sample.
@@ -82,13 +82,13 @@ def place(
         mode: "placed", "parameter server", "data parallel" or "one machine"; None: the fastest.
         micro_batches: The number of parts in which a worker's rows are computed; None: the best of 1, 2, 4 and 8, or 1
             if the network has batch norm.
-        sync: How the layers on the workers stay equal: "server", "allreduce", "sharded", "factors" (linear layers
+        sync: How the workers' layers are synchronised: "server", "allreduce", "sharded", "factors" (linear layers
             only); None: the cheapest way for each.
-        memory: Bytes that each worker may use, or a size such as "8GB"; None: enough.
-        server_memory: Bytes that the server may use, likewise.
+        memory: The memory limit of each worker: bytes, or a size such as "8GB"; None: no limit.
+        server_memory: The memory limit of the server.
         server_speed: The speed of the server relative to the profiled device. If that is a GPU and this is 1, the
             server is timed too, on the CPU, since it computes there.
-        cores: If all are processes of one machine, the cores that they share.
+        cores: If all processes are on one machine, the number of cores that they share.
         optimizer: "sgd" (with momentum), "adam", "none", or bytes of its state per byte of a parameter.
         batch_norm: Statistics on the workers: "joined", over all rows, or "own".
         device: Where the layers are timed.
@@ -173,7 +173,7 @@ def _choose(
     if options[0].problem:
         least = min(options, key=lambda other: other.worker_memory)
         raise PlaceError(
-            f"no placement fits: with {least.describe()}, which takes least, {least.problem}; "
+            f"no placement fits: with {least.describe()}, which needs the least memory, {least.problem}; "
             "use more memory or a smaller batch"
         )
     return options[0]
@@ -351,7 +351,7 @@ def _profile(
     counts = max(2, min(rows) // 4), max(2, *rows), max(2, sum(rows))  # batch norm needs two rows
     chosen = pick_device(device)
     with torch_flags(torch.device("cpu"), threads):
-        profile: Profile = apart(
+        profile: Profile = compute_in_fork(
             partial(measure_profile, graph, sample, rows=counts, device=chosen, busy_processes=busy_processes)
         )
     return profile

@@ -79,7 +79,7 @@ class CostModel:
         self._activations: dict[int, list[int]] = {}
 
     def over_faster_links(self, times: float) -> CostModel:
-        """Return the same model with links of so many times the speed."""
+        """Return the same model with the links' speed multiplied by a factor."""
         link, server_link = self.cluster.link.faster(times), self.cluster.server_link.faster(times)
         cluster = replace(self.cluster, link=link, server_link=server_link)
         return CostModel(

@@ -63,7 +63,7 @@ class Cluster:
         if not self.workers:
             raise PlaceError("workers is 0; use 1 or more")
         if self.cores is not None and (not isinstance(self.cores, int) or self.cores < 1):
-            raise PlaceError(f"cores is {self.cores!r}; use 1 or more, or None for machines of their own")
+            raise PlaceError(f"cores is {self.cores!r}; use 1 or more, or None if each process has its own machine")
 
     @property
     def size(self) -> int:

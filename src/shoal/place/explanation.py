@@ -29,11 +29,11 @@ def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative])
         server_bytes = sum(layer.trained_bytes for layer in graph.layers[chosen.cut :])
         all_bytes = sum(layer.trained_bytes for layer in graph.layers)
         lines.append(
-            f"{size(server_bytes)} of {size(all_bytes)} of parameters stay at the server, and "
-            f"{size(cut.bytes_up(1) + cut.bytes_down(1))} travel for each row in their place: "
+            f"{size(server_bytes)} of {size(all_bytes)} of parameters stay on the server, and "
+            f"{size(cut.bytes_up(1) + cut.bytes_down(1))} are sent for each row instead: "
             f"{size(chosen.bytes_both)} a step at each worker, {_compare(2 * all_bytes, chosen.bytes_both)} "
             f"all parameters through a server ({size(2 * all_bytes)}). "
-            f"In bytes it pays below batch {pays_below(graph, cut):,}."
+            f"It sends fewer bytes for batches smaller than {pays_below(graph, cut):,}."
         )
     return " ".join(lines) + beside + _fails(graph)
 
@@ -58,7 +58,8 @@ def _pays_from(costs: CostModel, alone: Alternative, every: Sequence[Alternative
         model = costs.over_faster_links(times)
         other = model.fastest_of(cuts[:3])
         if other.seconds < alone.seconds:
-            return f" It would pay from about {model.cluster.link} on ({other.describe()}, {duration(other.seconds)})."
+            faster = f"{other.describe()}, {duration(other.seconds)}"
+            return f" It would pay with links of about {model.cluster.link} or faster ({faster})."
     return " No faster link would change that."
 
 

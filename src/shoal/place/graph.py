@@ -185,7 +185,7 @@ class LayerGraph:
 
 
 def trace_layers(model: nn.Module, sample: Any) -> LayerGraph:
-    """List a network's layers. `sample` is what it is called with: a tensor, a tuple or a dict, batch dimension first.
+    """List a network's layers. `sample` is its input: a tensor, a tuple or a dict, batch dimension first.
 
     It works on tensors without data, also for a network on the meta device.
 

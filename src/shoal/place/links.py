@@ -44,7 +44,7 @@ class Link:
         return Link(speed.bits, speed.bits, speed.latency)
 
     def faster(self, times: float) -> Link:
-        """Return a link with so many times the speed."""
+        """Return the link with its speed multiplied by a factor."""
         return Link(self.up * times, self.down * times, self.latency)
 
     def seconds_up(self, num_bytes: float) -> float:

@@ -100,7 +100,7 @@ class Profile:
             )
             return Profile(**values)
         except (KeyError, TypeError) as error:
-            raise PlaceError(f"this is no profile ({describe(error)}); write one with Profile.save") from None
+            raise PlaceError(f"this is not a profile ({describe(error)}); write one with Profile.save") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file."""

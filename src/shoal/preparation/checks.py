@@ -270,7 +270,7 @@ def warn_of_averages(members: list[Member]) -> None:
         if steps < first:
             warn(
                 f"job {member.name!r}: the first update of {job.average} comes after step {first}, and the job has "
-                f"{steps} steps; it ends with the weights as they are"
+                f"{steps} steps; its result has the weights without averaging"
             )
 
 
@@ -289,9 +289,9 @@ def warn_of_data(members: list[Member]) -> None:
             if not view.source.steady:
                 what = "another item when a row is" if not view.source.batched else "other batches when it is"
                 warn(
-                    f"job {member.name!r}: {which} gives {what} read again, and Shoal cannot tell from what, so that "
-                    "results depend on what else is read; draw from torch's, numpy's or python's random functions, or "
-                    "from a generator that is an attribute of the Dataset"
+                    f"job {member.name!r}: {which} gives {what} read again, because it uses random numbers or state "
+                    "that Shoal cannot seed, so results depend on what else is read; draw from torch's, numpy's or "
+                    "python's random functions, or from a generator that is an attribute of the Dataset"
                 )
 
 
@@ -311,5 +311,5 @@ def warn_of_loaders(members: list[Member]) -> None:
         if len(readers) > 1 and len(readers) * workers > 2 * (os.cpu_count() or 1):
             warn(
                 f"job {member.name!r} and others read one DataLoader in {len(readers)} orders, each with {workers} "
-                "workers; give them the same data_seed and it is read once for all"
+                "workers; give them the same data_seed to read it once for all"
             )

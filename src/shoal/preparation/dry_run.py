@@ -189,11 +189,11 @@ def _index_problems(member: Member) -> list[str]:
     rows = 1 if member.batched else min(2, len(member.data))
     batch = pytree.tree_map_only(Tensor, lambda t: t.cpu(), member.data.take(0, rows))
     try:
-        twin = _similar_model(member).cpu()
+        model_copy = _similar_model(member).cpu()
         if job.step is None:
-            call_model(twin, batch)
+            call_model(model_copy, batch)
         else:
-            run_step(job, twin, batch)
+            run_step(job, model_copy, batch)
     except IndexError as error:
         return [f"forward raised {describe(error)} on the first rows; check indices and labels in data"]
     except Exception:

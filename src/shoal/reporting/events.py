@@ -41,7 +41,7 @@ Wire = tuple[str, float, int | None, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened."""
+    """Something that happened in a run, such as the end of an epoch."""
 
     kind: str
     time: float = field(default_factory=time.time)

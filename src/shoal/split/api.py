@@ -87,7 +87,7 @@ def ist(job: Job, *args: Any, **options: Any) -> Result:
         shares: A worker's share of the units, one number each; "speed" uses its measured speed; None means equal
             shares.
         overlap: The fraction of the units that every worker has, besides its own.
-        scale: Multiply what a layer reads of cut units by size / kept, so that sums keep their size.
+        scale: Multiply a layer's inputs from divided units by (all units / the worker's), so that sums keep their size.
         renormalise: Estimate the running statistics of batch norms again before the whole network is evaluated.
         backward_only: Every worker runs the whole network, and trains only its own slices of it.
         recovery: How many of the last rounds train the whole network, as local SGD; None means one, if there are five

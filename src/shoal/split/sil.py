@@ -104,7 +104,7 @@ def report(result: Result, way: SILMethod) -> SilReport:
     """Return the trainer's report with everything that a cut network adds to it."""
     plain = result.split
     assert isinstance(plain, SplitReport)
-    joined, alone = judge(way, result.model)
+    joined, alone = evaluate_parts(way, result.model)
     full = SilReport(
         **{f.name: getattr(plain, f.name) for f in fields(SplitReport)},
         cut_at=[cut.name for cut in way.pieces.cuts],
@@ -128,7 +128,7 @@ def _chosen(shares: list[float] | None) -> str:
     return f"chosen: parts hold or do at most {text} of the whole"
 
 
-def judge(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
+def evaluate_parts(way: SILMethod, model: nn.Module) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Evaluate a trained network, and each of its parts but the last alone."""
     state = named_state(model)
     parts = [way.network(Part(number=index, role=str(index))) for index in range(way.count)]

@@ -115,9 +115,9 @@ def _compare_job(
             for line in lines[:1]:
                 diff.add(name, f": {line}{more}")
     if old.get(WEIGHTS) is not None and new.get(WEIGHTS) is not None and "shapes" not in other:
-        verdict = compare_weights(stored.parts[old[WEIGHTS]], current.parts[new[WEIGHTS]])
-        if verdict != "same":
-            (diff.other_weights if verdict == "other" else diff.rounded).append(name)
+        comparison = compare_weights(stored.parts[old[WEIGHTS]], current.parts[new[WEIGHTS]])
+        if comparison != "same":
+            (diff.other_weights if comparison == "other" else diff.rounded).append(name)
 
 
 def _changes(was: Mapping[str, str], now: Mapping[str, str], same_bytecode: bool) -> Iterator[str]:
@@ -148,7 +148,7 @@ def remarks(diff: Differences, unstable: list[str], stored: JobTable, current: J
     """Yield a line for everything that could not be compared, and for each accepted difference."""
     if diff.versions:
         yield (
-            f"{', '.join(diff.versions)}; jobs that have ended are kept as they are, and the others continue with the "
+            f"{', '.join(diff.versions)}; jobs that have ended are not trained again, and the others continue with the "
             "versions installed here"
         )
     if not _same_bytecode(stored, current):
@@ -159,11 +159,11 @@ def remarks(diff: Differences, unstable: list[str], stored: JobTable, current: J
     if diff.rounded:
         yield (
             f"the initial weights of {_some(diff.rounded)} differ in their last digits (another CPU or number of "
-            "threads?); they are taken to be the same"
+            "threads?); they count as the same"
         )
     if unstable:
         yield (
-            f"the initial weights of {_some(unstable)} are other ones each time the factory is called, so they are "
+            f"the initial weights of {_some(unstable)} differ each time the factory is called, so they are "
             "not compared; draw them from torch's generator, which the seed sets"
         )
 

@@ -107,7 +107,7 @@ def test_what_a_copy_would_lose_is_refused() -> None:
     model = hooked("scale")
     with pytest.raises(shoal.JobError, match="and it is copied for its job, which loses the hook; pass a function"):
         shoal.train([job(model=model)], device="cpu")
-    with pytest.raises(shoal.JobError, match="its factory gives out weights that others have too, so it is copied"):
+    with pytest.raises(shoal.JobError, match="its factory returns weights that others share, so it is copied"):
         shoal.train([job(seed, model=lambda: model) for seed in range(2)], device="cpu")
     forward = hooked("forward")  # a copy has it
     assert_as_alone([job(seed, model=forward) for seed in range(2)])

@@ -27,7 +27,7 @@ def test_it_comes_back() -> None:
     found = perf_cache.lookup("a")
     assert found.seconds == {"stacked": {8: 0.4, 2: 0.25}, "serial": {1: 0.1}}, "the latest time"
     assert found.bytes == {"stacked": {8: 100, 2: 60}}, "the highest mark"
-    assert found.verdict == {"ratio": 1.5}
+    assert found.trial_result == {"ratio": 1.5}
     curve = found.curve("seconds", "stacked")
     assert curve is not None and curve.points == ((2, 0.25), (8, 0.4))
     assert found.curve("bytes", "serial") is None and perf_cache.lookup("b") == perf_cache.Entry()
@@ -51,7 +51,7 @@ def test_a_damaged_part_is_left_out() -> None:
         for what, rows, value in [*bad, ("nonsense", 2, 1.0), ("verdict", 0, "a word")]:
             db.execute("insert into facts values ('a', ?, 'stacked', ?, ?, 0)", [what, rows, value])
     found = perf_cache.lookup("a")
-    assert found.seconds == {"stacked": {2: 0.5}} and found.bytes == {"stacked": {2: 7}} and not found.verdict
+    assert found.seconds == {"stacked": {2: 0.5}} and found.bytes == {"stacked": {2: 7}} and not found.trial_result
 
 
 def test_a_file_with_another_table_or_in_the_middle_of_a_change_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_clone_that_shares_state_with_its_source_is_warned_of(kind: str) -> No
 
     def clone(run: Run) -> None:
         if member.batches >= 7 and not clones:
-            with pytest.warns(ShoalWarning, match="which the clone has in common with it") as caught:
+            with pytest.warns(ShoalWarning, match="which the clone shares") as caught:
                 clones.append(clone_of(run, member, "clone", {}))
             assert len(caught) == 1
 

@@ -15,7 +15,7 @@ from torch import nn
 import shoal
 from shoal.engine.rules import _per_member, _registry
 from shoal.engine.units import trials
-from shoal.engine.units.trials import Verdict
+from shoal.engine.units.trials import TrialResult
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def job(seed: int, width: int = 5, **changes: Any) -> shoal.Job:
 
 
 def test_no_trial_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long job, that would be tried, and a verdict that says that stacking loses."""
-    lost = Verdict(stacked=1.0, solo=0.1, ratio=0.1)
-    monkeypatch.setattr(trials, "verdict", lambda *_: lost)
+    """A long job, that would be tried, and a result that says that stacking loses."""
+    lost = TrialResult(stacked=1.0, solo=0.1, ratio=0.1)
+    monkeypatch.setattr(trials, "trial_result", lambda *_: lost)
     pack = [job(seed, epochs=150) for seed in range(2)]
     assert {result.tier for result in shoal.train(pack, device="cpu")} == {"serial"}
     results = shoal.train(pack, device="cpu", deterministic=True)

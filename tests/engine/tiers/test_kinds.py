@@ -28,7 +28,7 @@ from shoal.engine.runtime.run import Run
 from shoal.engine.runtime.unit_runner import UnitRunner
 from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.units import trials
-from shoal.engine.units.trials import Verdict
+from shoal.engine.units.trials import TrialResult
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
 from shoal.reporting.events import Event
@@ -277,10 +277,10 @@ def tiers(plan: Plan) -> dict[int, str]:
 
 def test_the_tier_is_that_of_the_job_whatever_its_companions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(trials, "_verdicts", {})
+    monkeypatch.setattr(trials, "_trial_results", {})
 
-    def trial(recipe: Recipe, *_: object) -> Verdict:
-        return Verdict(1e-3, 1e-3, 0.5 if recipe.optimizer.kind is optim.SGD else 2.0)
+    def trial(recipe: Recipe, *_: object) -> TrialResult:
+        return TrialResult(1e-3, 1e-3, 0.5 if recipe.optimizer.kind is optim.SGD else 2.0)
 
     monkeypatch.setattr(trials, "trial", trial)
     long = {"epochs": None, "steps": trials.FEW_STEPS}

@@ -18,14 +18,14 @@ from shoal.engine.recipes.recipe import Recipe, TraceCache
 from shoal.engine.rules import _product
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.units import trials
-from shoal.engine.units.trials import Verdict
+from shoal.engine.units.trials import TrialResult
 from shoal.preparation.checks import prepare
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(trials, "_verdicts", {})
+    monkeypatch.setattr(trials, "_trial_results", {})
 
 
 def members(count: int = 3, steps: int = trials.FEW_STEPS) -> list[Member]:
@@ -77,11 +77,11 @@ def test_a_wrong_rule_is_seen_and_the_job_is_not_stacked(monkeypatch: pytest.Mon
     assert "its own step does something else: the loss differs" in made.parts[0].reason
 
 
-def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Verdict(stacked=2.0, solo=1.0, ratio=0.5)
+def test_a_result_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = TrialResult(stacked=2.0, solo=1.0, ratio=0.5)
     calls: list[int] = []
 
-    def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
+    def trial(recipe: Recipe, trace_cache: TraceCache) -> TrialResult:
         calls.append(1)
         return slow
 
@@ -90,18 +90,18 @@ def test_a_verdict_is_remembered_in_the_process_and_on_disk(monkeypatch: pytest.
         made = planned(members())
         assert {part.tier for part in made.parts} == {"serial"} and "0.50 times" in made.parts[0].reason
         assert made.parts[0].predicted["step_seconds"] == 1.0
-    monkeypatch.setattr(trials, "_verdicts", {})  # as in another process
+    monkeypatch.setattr(trials, "_trial_results", {})  # as in another process
     planned(members())
     assert len(calls) == 1
     perf_cache.cache_file().write_text('{"damaged')
-    monkeypatch.setattr(trials, "_verdicts", {})
+    monkeypatch.setattr(trials, "_trial_results", {})
     planned(members())
-    assert len(calls) == 2 and trials._stored_verdict(trials.digest(recipe(members(1)[0])[0])) == slow
+    assert len(calls) == 2 and trials._stored_result(trials.digest(recipe(members(1)[0])[0])) == slow
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(trials, "trial", lambda *_: Verdict(1e-3, 1e-3, 1.0 if fast else 0.9))
+    monkeypatch.setattr(trials, "trial", lambda *_: TrialResult(1e-3, 1e-3, 1.0 if fast else 0.9))
     short, long = members(2, steps=trials.FEW_STEPS - 1), members(2)
     long[0].index, long[1].index = 2, 3
     for chosen in (short, long, short + long, long[1:] + short[:1], long[:1], short[:1]):
@@ -115,17 +115,17 @@ def test_the_tier_depends_on_the_job_alone(monkeypatch: pytest.MonkeyPatch, fast
 def test_large_networks_must_gain_and_are_stacked_in_the_rows_that_were_tried(
     monkeypatch: pytest.MonkeyPatch, ratio: float, tiers: list[str]
 ) -> None:
-    monkeypatch.setattr(trials, "trial", lambda *_: Verdict(1.0, 1.0, ratio))
+    monkeypatch.setattr(trials, "trial", lambda *_: TrialResult(1.0, 1.0, ratio))
     made = planned(members(6))
     assert [part.tier for part in made.parts] == tiers
     assert max(len(part.members) for part in made.parts) <= trials.LARGE_ROWS
 
 
 def test_times_are_predicted_on_a_line_through_two_stacks() -> None:
-    found = Verdict(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
+    found = TrialResult(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
     assert found.curve.at(2) == 5e-4 and found.curve.at(8) == pytest.approx(8e-4)
     assert found.curve.at(64) == pytest.approx(3.6e-3), "not 64 times the time of one row among eight"
-    assert Verdict(1e-4, 1e-3, 10.0).curve.at(16) == pytest.approx(1.6e-3)
+    assert TrialResult(1e-4, 1e-3, 10.0).curve.at(16) == pytest.approx(1.6e-3)
 
 
 def test_a_packs_own_size_is_tried_where_it_is_far_and_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,21 +137,21 @@ def test_a_packs_own_size_is_tried_where_it_is_far_and_cheap(monkeypatch: pytest
         return 7e-3
 
     monkeypatch.setattr(trials, "step_seconds", step_seconds)
-    small = Verdict(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
+    small = TrialResult(stacked=1e-4, solo=1e-3, ratio=10.0, pair=5e-4)
     for rows in (4, 12, 40, 40, 60):
         trials.refine(own, trace_cache, rows, small)
     assert tried == [40], "once, and not for packs near one that is known"
     curve = trials.seconds_curve(own, small)
     assert curve is not None and curve.at(40) == 7e-3
-    trials.refine(own, trace_cache, 64, Verdict(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
+    trials.refine(own, trace_cache, 64, TrialResult(stacked=1e-2, solo=1e-2, ratio=1.2, pair=2e-2))
     assert tried == [40], "a step that takes long is not worth it"
 
 
 def test_without_the_clock_no_trial_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trial(*_: object) -> Verdict:
+    def trial(*_: object) -> TrialResult:
         raise AssertionError("a trial")
 
-    monkeypatch.setattr(trials, "verdict", trial)
+    monkeypatch.setattr(trials, "trial_result", trial)
     made = planned(members(), timed=False)
     assert [part.tier for part in made.parts] == ["stacked"]
 

@@ -39,7 +39,7 @@ def test_all_trained_alone_is_measured() -> None:
     found = compared(4)
     assert (found.gain, found.alone_seconds_estimated) == (5.0, None)
     assert (found.best_name, found.same_accuracy, found.largest_difference) == ("c", 4, 0.0)
-    assert found.verdict == "5.0 times faster"
+    assert found.speedup_text == "5.0 times faster"
 
 
 def test_a_part_trained_alone_is_estimated() -> None:
@@ -48,7 +48,7 @@ def test_a_part_trained_alone_is_estimated() -> None:
 
 
 def test_no_gain_is_said_too() -> None:
-    assert dataclasses.replace(compared(4), gain=0.5).verdict == "2.0 times slower"
+    assert dataclasses.replace(compared(4), gain=0.5).speedup_text == "2.0 times slower"
 
 
 def test_a_difference_is_found() -> None:

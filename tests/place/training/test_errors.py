@@ -19,7 +19,7 @@ def test_what_is_no_placement() -> None:
 
 def test_two_jobs() -> None:
     job = job_of(mlp, rows(12))
-    with pytest.raises(ValueError, match="a placement is of one job; 2 were given"):
+    with pytest.raises(ValueError, match="a placement trains one job, and there are 2"):
         shoal.train([job, job], placement=placement_of(job, 3))
 
 
@@ -46,10 +46,10 @@ class Modes(torch.optim.SGD):
 
 def test_averages_and_modes_of_optimizers() -> None:
     job = job_of(mlp, rows(12), average=shoal.EMA(), steps=2)
-    with pytest.raises(ValueError, match="average is set, and a placed training averages no weights"):
+    with pytest.raises(ValueError, match="average is set, and placed training does not support it"):
         shoal.train([job], placement=placement_of(job, 3, workers=1))
     job = job_of(mlp, rows(12), optimizer=Modes, hparams={"lr": 0.1})
-    with pytest.raises(ValueError, match="Modes has a train and an eval mode, which placing does not know"):
+    with pytest.raises(ValueError, match="Modes has a train and an eval mode, which placed training does not support"):
         shoal.train([job], placement=placement_of(job, 3, workers=1))
 
 

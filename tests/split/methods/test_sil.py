@@ -314,7 +314,7 @@ def test_a_job_with_a_step_of_its_own_is_refused() -> None:
 
 def test_too_few_workers_are_told() -> None:
     way = SILMethod(job_of(), ["fc2", "fc3"])
-    with pytest.raises(SplitError, match="3 parts need 3 workers, and 2 are there"):
+    with pytest.raises(SplitError, match="3 parts need 3 workers, not 2"):
         way.parts(0, [Worker(0), Worker(1)])
     with pytest.raises(SplitError, match="read the same rows"):
         way.parts(0, [Worker(0, shard=0), Worker(1, shard=1), Worker(2, shard=2)])

@@ -176,7 +176,7 @@ def _same(a: Any, b: Any) -> bool:
 def _scale(member: Member, group: dict[str, Any], place: int, was: Any, now: Any) -> None:
     """Scale a learning rate under a schedule, with everything that the schedule derives it from."""
     if not float(was):
-        raise JobError("clone: lr was 0 under a schedule, so that a new one has no meaning; add a job of its own")
+        raise JobError("clone: lr was 0 under a schedule, so a new lr cannot scale it; add a new job instead")
     if "max_lr" in group or any("max_lrs" in state for state in _states(member.schedule_state)):
         raise JobError(
             "clone: its schedule sets the rates by itself (max_lr), so that lr would do nothing; change schedule= too"

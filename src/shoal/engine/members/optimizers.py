@@ -91,9 +91,9 @@ def drawn_by_optimizer(job: Job, model: nn.Module) -> tuple[bool, bool]:
 def step_on_copy(job: Job, model: nn.Module) -> None:
     """Take one step of the job's optimizer on a copy of the network, to see what it does besides."""
     with suppress(Exception):  # training reports the same error
-        twin = copy.deepcopy(model)
-        optimizer = make_optimizer(job, twin)
-        for parameter in twin.parameters():
+        model_copy = copy.deepcopy(model)
+        optimizer = make_optimizer(job, model_copy)
+        for parameter in model_copy.parameters():
             parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
         optimizer.step()
 

@@ -57,14 +57,14 @@ def build_model(job: Job) -> nn.Module:
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a network that shares memory with others."""
-    _refuse_hooks(model, "its factory gives out weights that others have too, so it is copied")
+    _refuse_hooks(model, "its factory returns weights that others share, so it is copied")
     try:
         attributes = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]
         odd = [v for v in (*model.buffers(), *attributes) if v.layout in _COMPRESSED]  # deepcopy does not support them
         return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in odd})
     except Exception as error:
         raise JobError(
-            "its factory gives out weights that others have too, and a copy of the network cannot be made "
+            "its factory returns weights that others share, and the network cannot be copied "
             f"({describe(error)}); build a new network in each call"
         ) from error
 

@@ -41,14 +41,14 @@ def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
             orders.append((torch.empty(0, dtype=torch.int64), before))
             continue
         alike = seen.setdefault(before.numpy().tobytes() if member.job.shuffle else b"", [])
-        twin = next((known for known in alike if len(known[0].data) == len(member.data)), None)
-        if twin is None:
+        same_order = next((known for known in alike if len(known[0].data) == len(member.data)), None)
+        if same_order is None:
             count = len(member.data)
             order = torch.randperm(count, generator=member.orders) if member.job.shuffle else torch.arange(count)
         else:
-            order = twin[1]
+            order = same_order[1]
             if member.job.shuffle:
-                member.orders.set_state(twin[3])
+                member.orders.set_state(same_order[3])
         same = (
             known[2] for known in alike if _stretch(known[0]) == _stretch(member) and known[0].data.same(member.data)
         )

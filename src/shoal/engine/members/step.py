@@ -69,13 +69,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Use eval mode without gradients inside this context. Afterwards every module has its previous mode, and `train()`
     methods of the user's own were called."""
     modes = [(module, module.training) for module in model.modules()]
-    own = [module for _, module in own_train_methods(model) if module.training]
+    modules = [module for _, module in own_train_methods(model) if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in own:
+        for module in modules:
             module.train()
         for module, training in modes:
             module.training = training

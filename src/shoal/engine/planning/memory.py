@@ -58,11 +58,11 @@ def footprint(
     key = perf_cache.digest(recipe)
     if (key, tier) not in _analytic:
         if not exact:
-            return Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
+            return Curve.line(0.0, float(rough_bytes(recipe))), Curve(((1, 0.0),))
         try:
             _analytic[key, tier] = analytic(recipe, tier)
         except Exception:  # an operator without support for fake tensors; a prediction must not stop a run
-            _analytic[key, tier] = Curve.line(0.0, float(rough(recipe))), Curve(((1, 0.0),))
+            _analytic[key, tier] = Curve.line(0.0, float(rough_bytes(recipe))), Curve(((1, 0.0),))
     state, working = _analytic[key, tier]
     entry = perf_cache.lookup(key)
     measured = entry.curve("bytes", tier + perf_cache.COMPILED) if compiled else None
@@ -93,7 +93,7 @@ def step_bytes(member: Member, recipe: Recipe | None) -> StepBytes:
     return StepBytes(model_bytes(member), gradients, optimizer_bytes(recipe) + average_bytes(member), activations)
 
 
-def rough(recipe: Recipe) -> int:
+def rough_bytes(recipe: Recipe) -> int:
     """Estimate one member's bytes, with two spare numbers for each weight."""
     parts = step_bytes(recipe.member, recipe)
     return sum(parts) + 2 * parts.gradients

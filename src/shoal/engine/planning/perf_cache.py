@@ -1,9 +1,9 @@
-"""Measurements of earlier runs on disk: verdicts of trials, seconds of a step, and peak bytes by the number of rows.
+"""Measurements of earlier runs on disk: results of trials, seconds of a step, and peak bytes by the number of rows.
 
 They are stored in one SQLite file in $SHOAL_CACHE (or ~/.cache/shoal). A key stands for (network, batch, precision,
 optimizer, device, torch version, Shoal version). If the file is missing, locked or read-only, nothing is read or
-stored; a damaged file is replaced. The cache does not change what a job computes, except that a verdict decides the
-job's tier.
+stored; a damaged file is replaced. The cache does not change what a job computes, except that a trial's result
+decides the job's tier.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shoal.engine.recipes.recipe import Recipe
 from shoal.utils.caches import cache_folder
 
 FORMAT = 5
+TRIAL_RESULT = "verdict"  # the name in files that earlier versions wrote
 MOST_ENTRIES = 4000
 """The most keys in the file; beyond that, the keys that were stored longest ago are deleted."""
 READ_SECONDS, WRITE_SECONDS = 0.5, 5.0
@@ -45,8 +46,8 @@ _digests: dict[Any, str] = {}
 class Entry:
     """The measurements under one key."""
 
-    verdict: dict[str, float] = field(default_factory=dict)
-    """The numbers of a trial's verdict, by name; empty if there was no trial."""
+    trial_result: dict[str, float] = field(default_factory=dict)
+    """The numbers of a trial's result, by name; empty if there was no trial."""
     seconds: Points = field(default_factory=dict)
     """Seconds of a step."""
     bytes: Points = field(default_factory=dict)
@@ -116,7 +117,9 @@ def lookup(key: str) -> Entry:
     for what, tier, rows, value in facts:
         if what in ("seconds", "bytes"):
             getattr(entry, what).setdefault(tier, {})[rows] = value
-        elif what in ("verdict", "compile_seconds", "trial_seconds"):
+        elif what == TRIAL_RESULT:
+            entry.trial_result[tier] = value
+        elif what in ("compile_seconds", "trial_seconds"):
             getattr(entry, what)[tier] = value
     return entry
 
@@ -138,9 +141,9 @@ def note(
     _store(key, facts + [(what, tier, 0, value) for what, value in times.items()])
 
 
-def remember(key: str, verdict: dict[str, float]) -> None:
-    """Store a verdict."""
-    _store(key, [("verdict", name, 0, value) for name, value in verdict.items()])
+def remember(key: str, trial_result: dict[str, float]) -> None:
+    """Store a trial's result."""
+    _store(key, [(TRIAL_RESULT, name, 0, value) for name, value in trial_result.items()])
 
 
 def _store(key: str, facts: Sequence[tuple[str, str, int, float | None]]) -> None:

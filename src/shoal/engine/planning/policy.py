@@ -99,7 +99,7 @@ class Priority(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class ShortestFirst(Policy):
-    """The least predicted work left first, then jobs without a prediction.
+    """The job with the least predicted work left runs first; jobs without a prediction run last.
 
     With `slice_seconds`, a shorter job takes the place of a longer one.
     """
@@ -135,8 +135,8 @@ class RoundRobin(Sliced):
 
 @dataclass(frozen=True, kw_only=True)
 class FairShare(Sliced):
-    """The owner who has used the least device time first. Each job earlier in the owner's line counts as one more
-    slice.
+    """The job whose owner has used the least device time runs first. Each earlier job of the same owner counts as one
+    more slice.
 
     Jobs of one owner run in order of arrival.
     """

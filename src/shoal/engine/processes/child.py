@@ -123,17 +123,17 @@ def ask_children(bodies: Iterable[Body]) -> list[Any]:
     return answers
 
 
-def apart(compute: Callable[[], Any]) -> Any:
-    """Return what a function returns that runs a backward pass and changes nothing here.
+def compute_in_fork(compute: Callable[[], Any]) -> Any:
+    """Return the result of a function that runs a backward pass and changes nothing in this process.
 
-    Where that would prevent this process from forking workers later, it runs in a forked process, with the number of
+    If that would prevent this process from forking workers later, it runs in a forked process, with the number of
     threads of this one. If it fails there, it runs here, and raises here.
     """
     may_fork = hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not may_fork or not backward_prevents_forking():
         return compute()
     try:
-        child = Child(partial(_compute_apart, compute, torch.get_num_threads()))
+        child = Child(partial(_send_result, compute, torch.get_num_threads()))
     except OSError:  # no more processes can be created
         return compute()
     try:
@@ -145,7 +145,7 @@ def apart(compute: Callable[[], Any]) -> Any:
     return compute()
 
 
-def _compute_apart(compute: Callable[[], Any], threads: int, pipe: Connection) -> None:
+def _send_result(compute: Callable[[], Any], threads: int, pipe: Connection) -> None:
     def run() -> None:
         torch.set_num_threads(threads)
         with suppress(Exception):

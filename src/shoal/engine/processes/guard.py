@@ -141,8 +141,8 @@ def _end_failing_member(members: Sequence[Member], child: Guarded, notify: Liste
     member = find_failing_member(members, child.device, child.targets)
     if member is None:
         raise ShoalError(
-            f"the GPU was lost ({child.lost}) and none of the jobs does it by itself; checkpoints are "
-            "saved: run it again"
+            f"the GPU was lost ({child.lost}) and no job alone causes it; checkpoints are "
+            "saved: run the same command again"
         )
     member.status, member.error = "failed", child.lost
     notify(new_event("leave", member, status="failed", error=member.error, steps=member.step, seconds=member.seconds))

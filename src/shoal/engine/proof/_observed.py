@@ -186,13 +186,13 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def rounded(model: nn.Module, state: Mapping[str, Tensor], trace: Trace) -> nn.Module:
     """Return a copy of the model with this state, every number changed by as much as the graph's coarsest dtype
     rounds."""
-    twin, eps = copy.deepcopy(model), coarsest(trace)
-    tensors = dict((*twin.named_parameters(), *twin.named_buffers()))
+    model_copy, eps = copy.deepcopy(model), coarsest(trace)
+    tensors = dict((*model_copy.named_parameters(), *model_copy.named_buffers()))
     with torch.no_grad():
         for name, value in state.items():
             if name in tensors:
                 tensors[name].copy_(_nudged(value, eps))
-    return twin
+    return model_copy
 
 
 def rounded_leaves(batch: Any, trace: Trace) -> Any:

@@ -133,11 +133,13 @@ def same_world(*reached: Any, caches: bool) -> Iterator[World]:
             world.reason = "it changes a tensor that is neither a parameter nor a buffer"
 
 
-Twin = Callable[[Trace, Callable[[], Trace]], Trace]
+TraceFor = Callable[[Trace, Callable[[], Trace]], Trace]
 """Returns the graph to compare in place of a recorded one; its second argument records the step in float64."""
 
 
-def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool, Twin], list[str]]) -> list[str]:
+def compare(
+    rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable[[bool, TraceFor], list[str]]
+) -> list[str]:
     """Return for each of these members what differs; empty if nothing does.
 
     Args:
@@ -147,9 +149,9 @@ def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable
     """
     caches = any(trace.caches for case in rows for trace in case.steps.values())
 
-    def run_in_same_world(wide: bool, twin: Twin) -> list[str]:
+    def run_in_same_world(wide: bool, trace_for: TraceFor) -> list[str]:
         with same_world(*code, caches=caches) as world:
-            reasons = run(wide, twin)
+            reasons = run(wide, trace_for)
         return [reason or world.reason for reason in reasons]
 
     try:
@@ -159,16 +161,16 @@ def compare(rows: Sequence[Case], code: Sequence[Any], wide: bool, run: Callable
         return [unchecked(error)] * len(rows)
 
 
-def _compare_in_float64(rows: Sequence[Case], run: Callable[[bool, Twin], list[str]]) -> list[str] | None:
+def _compare_in_float64(rows: Sequence[Case], run: Callable[[bool, TraceFor], list[str]]) -> list[str] | None:
     """Return what differs in float64; None if the step does not run in float64.
 
     The recorded graph itself runs in float64, unless it contains dtypes. If it then differs, it may contain numbers
     that the code took from a dtype, such as an epsilon. So the step is recorded in float64, and compared again.
     """
-    twins = {trace: widened(trace) for case in rows for trace in case.steps.values()}
+    wide_traces = {trace: widened(trace) for case in rows for trace in case.steps.values()}
     with suppress(NotInFloat64):
-        if None not in twins.values():
-            reasons = run(True, lambda recorded, _: twins[recorded] or recorded)
+        if None not in wide_traces.values():
+            reasons = run(True, lambda recorded, _: wide_traces[recorded] or recorded)
             if not any(reasons):
                 return reasons
     with suppress(NotInFloat64):

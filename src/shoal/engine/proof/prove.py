@@ -30,7 +30,7 @@ from shoal.engine.members.step import autocast, evaluating, number, run_step
 from shoal.engine.planning import memory
 from shoal.engine.proof import cases as proof_cases
 from shoal.engine.proof._observed import Observed, difference, rounded, rounded_leaves, state_of, widen, widen_leaves
-from shoal.engine.proof.cases import Case, Disproved, Twin, fresh_copy, in_float64
+from shoal.engine.proof.cases import Case, Disproved, TraceFor, fresh_copy, in_float64
 from shoal.engine.recipes.program import Program, as_column
 from shoal.engine.recipes.recipe import Evaluation, validation_batches
 from shoal.engine.tracing.signature import skeleton
@@ -79,7 +79,7 @@ def proven_together(recipes: Sequence[Recipe], trace_cache: TraceCache) -> bool:
 def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[str]:
     """Return for each of these members what differs; empty if nothing does."""
     members: list[Member] = [case.subject.member for case in rows]
-    need = 4 * sum(memory.rough(case.subject) for case in rows)  # two runs in float64
+    need = 4 * sum(memory.rough_bytes(case.subject) for case in rows)  # two runs in float64
     free = memory.free_bytes(members[0].device)
     if need > free:
         return [f"checking it would take about {format_bytes(need)}, and {format_bytes(free)} is free"] * len(rows)
@@ -89,7 +89,9 @@ def _reasons(rows: Sequence[Case], trace_cache: TraceCache, solo: bool) -> list[
     return [reason or _changed_validation(case) for reason, case in zip(reasons, rows, strict=True)]
 
 
-def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool, twin: Twin) -> list[str]:
+def _compare_steps(
+    rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wide: bool, trace_for: TraceFor
+) -> list[str]:
     """Run two steps both ways and compare them; the second on the shortest batch, which all members share.
 
     The second step is compared for the first member only, since what a step changes shows in any member, or for all if
@@ -107,7 +109,7 @@ def _compare_steps(rows: Sequence[Case], trace_cache: TraceCache, solo: bool, wi
         batches = [_batch(member, size, place, wide) for place, member in enumerate(members)]
         batches = batches if apart else batches[-1:] * len(members)
         traces = [
-            twin(case.steps[size], partial(trace_cache.step_on, member, batch, twice=False))
+            trace_for(case.steps[size], partial(trace_cache.step_on, member, batch, twice=False))
             for case, member, batch in zip(rows, members, batches, strict=True)
         ]
         steps.append((size, apart, compared, batches, traces))
@@ -141,14 +143,14 @@ def _changed_validation(case: Case) -> str:
 
     def evaluate_after_step(batch: Any, step: bool) -> Observed:
         with proof_cases.same_world(member.job.step, member.job.loss, caches=True):
-            twin = _copied(member, wide=False)
-            start = state_of(twin.model)
+            member_copy = _copied(member, wide=False)
+            start = state_of(member_copy.model)
             if step:
-                _run_step(twin, _batch(twin, first, 0, wide=False))
+                _run_step(member_copy, _batch(member_copy, first, 0, wide=False))
             with torch.no_grad():
-                for name, tensor in (*twin.model.named_parameters(), *twin.model.named_buffers()):
+                for name, tensor in (*member_copy.model.named_parameters(), *member_copy.model.named_buffers()):
                     tensor.copy_(start[name])
-            return _run_evaluation(twin.model, what, fresh_copy(batch))
+            return _run_evaluation(member_copy.model, what, fresh_copy(batch))
 
     try:
         loaded = [source.sample(1)] if isinstance(source, LoaderSource) else None
@@ -297,7 +299,9 @@ def prove_evaluation(
             raise Disproved(trace_cache.proofs.reasons[case.kind])
 
 
-def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, wide: bool, twin: Twin) -> list[str]:
+def _compare_outputs(
+    rows: Sequence[Case], batch: Any, trace_cache: TraceCache, wide: bool, trace_for: TraceFor
+) -> list[str]:
     leaves = pytree.tree_leaves(batch)
     models = [copy.deepcopy(case.subject[0]).to(leaves[0].device) for case in rows]
     whats: list[Evaluation] = [case.subject[1] for case in rows]
@@ -306,7 +310,7 @@ def _compare_outputs(rows: Sequence[Case], batch: Any, trace_cache: TraceCache, 
         models, batch = [widen(model) for model in models], widen_leaves(batch)
         leaves = pytree.tree_leaves(batch)
     traces = [
-        twin(case.steps[0], partial(trace_cache.evaluation, model, what, batch, twice=False))
+        trace_for(case.steps[0], partial(trace_cache.evaluation, model, what, batch, twice=False))
         for case, model, what in zip(rows, models, whats, strict=True)
     ]
     program = Program(

@@ -1,4 +1,4 @@
-"""Tell the user's own code, whose globals and classes may hold state of a step, from installed libraries."""
+"""Distinguish the user's own code, whose globals and classes may hold state of a step, from installed libraries."""
 
 from __future__ import annotations
 

@@ -110,13 +110,13 @@ class Watch:
 
     def shared_with(self, walk: Walk) -> bool:
         """Return whether the code that `walk` searched can reach objects or writes globals that the steps read."""
-        mine = {_key(check.place): check.place for check in self._checks}
+        watched = {_key(check.place): check.place for check in self._checks}
         for place in walk.places:
             if isinstance(place, places.Globals):
-                read = (p for p in mine.values() if isinstance(p, places.Globals) and p.owner is place.owner)
+                read = (p for p in watched.values() if isinstance(p, places.Globals) and p.owner is place.owner)
                 if any(walk.written.intersection(other.names) for other in read):
                     return True
-            elif _key(place) in mine:
+            elif _key(place) in watched:
                 return True
         return False
 

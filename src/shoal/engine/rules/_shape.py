@@ -270,7 +270,7 @@ def strided(ctx: OpContext) -> Run:
     alone."""
     whole = ctx.meta(0).is_contiguous() and ctx.meta(0).storage_offset() == 0
     if ctx.op is not aten.as_strided.default or not whole or any(map(mutates, ctx.node.graph.nodes)):
-        raise NotStackable(f"{ctx.name} of a tensor that lies in memory as it happens to")
+        raise NotStackable(f"{ctx.name} of a tensor that is not contiguous or is changed in place")
     members, (_, shape, strides, offset) = ctx.members, ctx.args
 
     def run(x: Tensor, *_: Any) -> Tensor:

@@ -192,16 +192,16 @@ def _copy_private_state(member: Member, source: Member, saved: Any, changed: Map
 
 def _warn_of_shared(source: Member, member: Member) -> None:
     """Warn about state that a clone and its source both change, since it could not be copied."""
-    theirs, mine = source.saved_state.job, member.saved_state.job
-    assert theirs is not None and mine is not None
-    changed = theirs.changed_in(mine.handles())
-    lost = {**mine.problems, **changed}
+    source_state, clone_state = source.saved_state.job, member.saved_state.job
+    assert source_state is not None and clone_state is not None
+    changed = source_state.changed_in(clone_state.handles())
+    lost = {**clone_state.problems, **changed}
     if lost:
         where, why = next(iter(lost.items()))
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         warn(
-            f"clone {member.name!r}: {source.name!r} changes {where}{more}, which the clone has in common with it "
-            f"({why}); each of them moves it for the other, and both end with other weights than alone; keep such "
+            f"clone {member.name!r}: {source.name!r} changes {where}{more}, which the clone shares "
+            f"({why}); each job sees the other's changes, and both end with other weights than alone; keep such "
             "state in the model or in the step's closure, in numbers, tensors, lists or dicts"
         )
 
@@ -211,8 +211,8 @@ def _check_can_clone(source: Member, changes: Mapping[str, Any]) -> None:
     fixed = sorted(changes.keys() - set(CHANGEABLE))
     if fixed:
         raise JobError(
-            f"clone: {', '.join(fixed)} cannot be changed on the way; it takes {', '.join(CHANGEABLE)}, "
-            "and another network needs a job of its own: add(job)"
+            f"clone: {', '.join(fixed)} cannot be changed in a clone; it takes {', '.join(CHANGEABLE)}; "
+            "for another network use add(job)"
         )
     why = None
     if source.status in ("diverged", "failed"):

@@ -121,9 +121,11 @@ class PlanningContext:
             groups += looped_groups(looping, loop_reasons, self._brief_traces if self._may_share else None)
         with timed("trials"):
             may_time = self.timed and not self.gpu
-            verdicts = try_out(groups, self.trace_cache, short_too=self.thorough) if may_time else {}
+            trial_results = try_out(groups, self.trace_cache, short_too=self.thorough) if may_time else {}
         with timed("costs"):
-            new_requests = requests(groups, verdicts, self.tiers, exact=self.thorough or self._memory_is_tight(groups))
+            new_requests = requests(
+                groups, trial_results, self.tiers, exact=self.thorough or self._memory_is_tight(groups)
+            )
         self._add_groups(groups, new_requests)
         for member in members:
             member.saved_state.watched = member.index not in self.recipes
@@ -209,7 +211,7 @@ class PlanningContext:
 
     def _memory_is_tight(self, groups: list[Group]) -> bool:
         """Return whether memory could be short, so that exact bytes are worth computing."""
-        rough = sum(memory.rough(group.recipes[0]) * len(group.members) for group in groups if group.recipes)
+        rough = sum(memory.rough_bytes(group.recipes[0]) * len(group.members) for group in groups if group.recipes)
         return self.budget < math.inf and rough > 0.2 * self.budget  # it counts all results of a step
 
     def request(self, member: Member) -> Request:

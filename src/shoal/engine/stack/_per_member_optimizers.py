@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class PerMemberOptimizers:
-    """The real optimizer object of each member, on a copy of its model (its twin) whose weights are views of the
+    """The real optimizer object of each member, on a copy of its model (its model_copy) whose weights are views of the
     stack."""
 
     def __init__(
-        self, span: Span, twins: list[nn.Module], optimizers: list[Any], schedules: list[Any], last_rates: list[float]
+        self, span: Span, copies: list[nn.Module], optimizers: list[Any], schedules: list[Any], last_rates: list[float]
     ) -> None:
-        self.span, self.twins, self.optimizers, self.schedules = span, twins, optimizers, schedules
+        self.span, self.copies, self.optimizers, self.schedules = span, copies, optimizers, schedules
         self.last_rates = last_rates
         """Each member's learning rate at its last step."""
         self.failed: dict[int, Exception] = {}
@@ -42,10 +42,10 @@ class PerMemberOptimizers:
         new = cls(span, [copy.deepcopy(member.model) for member in members], [], [], [])
         for member in members:
             member.saved_state.begin(member.job, member.model)
-        for member, twin in zip(members, new.twins, strict=True):
+        for member, model_copy in zip(members, new.copies, strict=True):
             # for a member that has trained, a new schedule starts over, which must not change state that its step reads
             with trying(member.job) if member.batches else nullcontext():
-                new.optimizers.append(make_optimizer(member.job, twin))
+                new.optimizers.append(make_optimizer(member.job, model_copy))
                 new.schedules.append(make_schedule(member.job, new.optimizers[-1]))
         for member, optimizer, schedule in zip(members, new.optimizers, new.schedules, strict=True):
             if member.optimizer_state:
@@ -55,17 +55,19 @@ class PerMemberOptimizers:
                 )
             if schedule is not None and member.schedule_state is not None:
                 schedule.load_state_dict(copy.deepcopy(member.schedule_state))
-        for member, optimizer, schedule, twin in zip(members, new.optimizers, new.schedules, new.twins, strict=True):
-            member.saved_state.attach(optimizer, schedule, twin, span.device, started=member.batches > 0)
+        for member, optimizer, schedule, model_copy in zip(
+            members, new.optimizers, new.schedules, new.copies, strict=True
+        ):
+            member.saved_state.attach(optimizer, schedule, model_copy, span.device, started=member.batches > 0)
         new.last_rates = new._current_rates()
         return new
 
     def _view_stack(self) -> None:
-        """Make the twins' parameters views of the stack."""
+        """Make the copies' parameters views of the stack."""
         self._params = []
         stack = self.span.stack
-        for row, twin in enumerate(self.twins, self.span.start):
-            params = dict(twin.named_parameters())
+        for row, model_copy in enumerate(self.copies, self.span.start):
+            params = dict(model_copy.named_parameters())
             for stacked, name in zip(stack.params, stack.param_names, strict=True):
                 params[name].data = stacked.detach()[row]
             self._params.append([params[stack.param_names[i]] for i in stack.trained])
@@ -161,7 +163,7 @@ class PerMemberOptimizers:
             load_optimizer(self.optimizers[slot], member.optimizer_state)
         else:
             self.optimizers[slot], self.schedules[slot] = make_optimizer_again(
-                member.job, self.twins[slot], self.optimizers[slot], self.schedules[slot]
+                member.job, self.copies[slot], self.optimizers[slot], self.schedules[slot]
             )
         if step is not None and self.schedules[slot] is not None:
             jump_to(self.schedules[slot], step)
@@ -172,7 +174,7 @@ class PerMemberOptimizers:
         """Return the optimizer and scheduler objects of the members of both, on the rows of `span`."""
         return PerMemberOptimizers(
             span,
-            [*self.twins, *other.twins],
+            [*self.copies, *other.copies],
             [*self.optimizers, *other.optimizers],
             [*self.schedules, *other.schedules],
             [*self.last_rates, *other.last_rates],
@@ -190,7 +192,7 @@ class PerMemberOptimizers:
         slots = rows[: len(span.recipes)]
         return PerMemberOptimizers(
             span,
-            [self.twins[slot] for slot in slots],
+            [self.copies[slot] for slot in slots],
             [self.optimizers[slot] for slot in slots],
             [self.schedules[slot] for slot in slots],
             [self.last_rates[slot] for slot in slots],

@@ -125,9 +125,9 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
 
 def _with_own_stream(member: Member) -> Member:
     """Return the member with a copy of its random stream."""
-    twin = copy.copy(member)
-    twin.rng, twin.modules = generator_at(member.rng.get_state()), copy.copy(member.modules)
-    return twin
+    member_copy = copy.copy(member)
+    member_copy.rng, member_copy.modules = generator_at(member.rng.get_state()), copy.copy(member.modules)
+    return member_copy
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -143,24 +143,29 @@ def _gives_the_same(trace: Trace, model: nn.Module, call: Call, batch: Any, reac
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     outcomes: list[tuple[list[Any], Tensor]] = []
-    twin = copy.deepcopy(model)
+    model_copy = copy.deepcopy(model)
     if evaluating:
-        twin.eval()
-    with warnings.catch_warnings(), preserved({"step": reached, "model": twin}, skip=twin) as state:
+        model_copy.eval()
+    with warnings.catch_warnings(), preserved({"step": reached, "model": model_copy}, skip=model_copy) as state:
         warnings.simplefilter("ignore")
         if state.unrestorable or not state.complete:
             return False
-        named = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+        named = {**dict(model_copy.named_parameters()), **dict(model_copy.named_buffers())}
         tensors = [named[name].detach().clone() for name in (*trace.params, *trace.buffers)]
         params = [t.requires_grad_(on) for t, on in zip(tensors, trace.trainable, strict=False)]
-        runs: tuple[Callable[[Any], Any], ...] = (partial(_run_step, call, twin), partial(_run_graph, trace, tensors))
+        runs: tuple[Callable[[Any], Any], ...] = (
+            partial(_run_step, call, model_copy),
+            partial(_run_graph, trace, tensors),
+        )
         for run in runs:
             rows = pytree.tree_map_only(Tensor, Tensor.clone, batch)
             mode = torch.set_grad_enabled(not evaluating)
             with torch.random.fork_rng(devices), mode, autocast(trace.precision, device):
                 given = pytree.tree_leaves(run(rows))
                 stream = torch.cuda.get_rng_state(device) if devices else torch.get_rng_state()
-            wanted = [p for p in (params if outcomes else twin.parameters()) if p.requires_grad and not evaluating]
+            wanted = [
+                p for p in (params if outcomes else model_copy.parameters()) if p.requires_grad and not evaluating
+            ]
             given += torch.autograd.grad(given[0], wanted, allow_unused=True) if wanted else ()
             outcomes.append((given, stream))
         if state.changes():

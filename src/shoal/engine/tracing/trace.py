@@ -145,8 +145,8 @@ def trace(
     pair = record_repeatable(
         lambda: _copy(model, evaluating),
         reached,
-        lambda twin: _record(twin, call, batch, precision, not evaluating),
-        lambda twin: _run(twin, call, batch, precision, not evaluating),
+        lambda model_copy: _record(model_copy, call, batch, precision, not evaluating),
+        lambda model_copy: _run(model_copy, call, batch, precision, not evaluating),
         twice=twice,
     )
     first, again = pair.first, pair.again
@@ -162,13 +162,13 @@ def trace(
 
 def _copy(model: nn.Module, evaluating: bool) -> nn.Module:
     try:
-        twin = copy.deepcopy(model)
+        model_copy = copy.deepcopy(model)
     except Exception as error:
         raise Untraceable(f"the model cannot be copied ({describe(error)[:180]})") from error
-    changed = change_by_eval(twin) if evaluating else None
+    changed = change_by_eval(model_copy) if evaluating else None
     if changed is not None:
         raise Untraceable(f"its train() method changes more than modes of modules ({path_text(changed)})")
-    return twin
+    return model_copy
 
 
 def _run(model: nn.Module, call: Call, batch: Any, precision: str | None, grad: bool) -> None:

@@ -17,41 +17,41 @@ from shoal.engine.tiers.stacked.unit import StackedUnit
 from shoal.engine.tiers.unit import Unit
 from shoal.engine.units.trials import (
     LARGE_ROWS,
-    Verdict,
+    TrialResult,
     can_be_timed,
     lone_seconds,
     num_steps,
     refine,
     seconds_curve,
-    verdicts,
+    trial_results,
     worth_a_trial,
 )
 
-Verdicts = dict[int, Verdict]
+TrialResults = dict[int, TrialResult]
 """The results of trials, by member index."""
 
 
-def try_out(groups: list[Group], trace_cache: TraceCache, *, short_too: bool = False) -> Verdicts:
-    """Run trials for every group that can be stacked, and return their verdicts.
+def try_out(groups: list[Group], trace_cache: TraceCache, *, short_too: bool = False) -> TrialResults:
+    """Run trials for every group that can be stacked, and return their results.
 
     Args:
         short_too: Also time jobs that are too short for a trial to decide their tier, and jobs that are not stacked.
     """
-    results: Verdicts = {}
+    results: TrialResults = {}
     for group in groups:
         if not group.stackable:
             for recipe in group.recipes if short_too else ():
                 _time_alone(recipe)
             continue
-        group_verdicts = verdicts(group.recipes, trace_cache, short_too=short_too)
+        group_results = trial_results(group.recipes, trace_cache, short_too=short_too)
         stacked = [
-            r for r in group.recipes if r.member.index in group_verdicts and not group_verdicts[r.member.index].reason
+            r for r in group.recipes if r.member.index in group_results and not group_results[r.member.index].reason
         ]
         if stacked:  # the size of the pack is timed with the most common optimizer
             kinds = Counter(recipe.optimizer.key for recipe in stacked)
             representative = next(r for r in stacked if r.optimizer.key == kinds.most_common(1)[0][0])
-            refine(representative, trace_cache, len(stacked), group_verdicts[representative.member.index])
-        results |= group_verdicts
+            refine(representative, trace_cache, len(stacked), group_results[representative.member.index])
+        results |= group_results
     return results
 
 
@@ -68,7 +68,7 @@ def _time_alone(recipe: Recipe) -> None:
 
 def requests(
     groups: list[Group],
-    verdicts: Verdicts | None = None,
+    trial_results: TrialResults | None = None,
     tiers: Mapping[int, str] | None = None,
     *,
     exact: bool = True,
@@ -77,7 +77,7 @@ def requests(
 
     Args:
         groups: Members that may be stacked together.
-        verdicts: The verdicts of trials.
+        trial_results: The results of trials.
         tiers: The tiers that members had in the run that is resumed, by member index; they get them again.
         exact: Compute bytes from a step on fake tensors; otherwise estimate them, which is faster.
     """
@@ -91,12 +91,12 @@ def requests(
         key = perf_cache.computation(group.recipes[0]) if group.recipes else f"untraced {number}"
         key = key if keys.setdefault(key, number) == number else f"{key}-{number}"
         for member in group.members:
-            verdict, recipe = (verdicts or {}).get(member.index), recipes.get(member.index)
-            deciding = verdict if recipe is not None and worth_a_trial(recipe) else None
+            trial_result, recipe = (trial_results or {}).get(member.index), recipes.get(member.index)
+            deciding = trial_result if recipe is not None and worth_a_trial(recipe) else None
             tier, why = _tier(group, reason, deciding, (tiers or {}).get(member.index, ""))
-            kind = (perf_cache.digest(recipe), tier, verdict) if recipe is not None else member.index
+            kind = (perf_cache.digest(recipe), tier, trial_result) if recipe is not None else member.index
             if kind not in cost_cache:
-                cost_cache[kind] = costs(member, recipe, tier, verdict=verdict, exact=exact)
+                cost_cache[kind] = costs(member, recipe, tier, trial_result=trial_result, exact=exact)
                 if cost_cache[kind].get("alone") is None:
                     cost_cache[kind]["alone"] = group.seconds
             result.append(
@@ -106,7 +106,7 @@ def requests(
                     key=key,
                     reason=why,
                     tier=tier,
-                    loses=verdict is not None and bool(verdict.reason),
+                    loses=trial_result is not None and bool(trial_result.reason),
                     steps=max(0, num_steps(member) - member.step),
                     most_rows=LARGE_ROWS if deciding is not None and deciding.large else None,
                     **cost_cache[kind],
@@ -115,9 +115,9 @@ def requests(
     return result
 
 
-def _tier(group: Group, reason: str, verdict: Verdict | None, recorded: str) -> tuple[str, str]:
+def _tier(group: Group, reason: str, trial_result: TrialResult | None, recorded: str) -> tuple[str, str]:
     """Return a member's tier and the reason: stacked if that is exact and not slower, otherwise serial."""
-    slower = verdict.reason if verdict is not None and group.stackable else ""
+    slower = trial_result.reason if trial_result is not None and group.stackable else ""
     tier = "stacked" if group.stackable and not slower else "serial"
     if recorded != tier and (recorded == "serial" or (recorded == "stacked" and group.stackable)):
         return recorded, f"{reason}; {recorded} as in the run before"
@@ -129,7 +129,7 @@ def costs(
     recipe: Recipe | None,
     tier: str,
     *,
-    verdict: Verdict | None = None,
+    trial_result: TrialResult | None = None,
     exact: bool = True,
     compiled: bool = False,
 ) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def costs(
     serial = entry.curve("seconds", "serial")
     return {
         "kind": perf_cache.digest(recipe),
-        "alone": verdict.solo if verdict is not None else serial.at(1) if serial is not None else None,
-        "seconds": seconds_curve(recipe, verdict, tier),
+        "alone": trial_result.solo if trial_result is not None else serial.at(1) if serial is not None else None,
+        "seconds": seconds_curve(recipe, trial_result, tier),
         "state": state,
         "working": working,
         "compile_seconds": entry.compile_seconds.get(tier + perf_cache.COMPILED),

@@ -1,7 +1,7 @@
 """Time a few steps to find out whether stacking a recipe pays.
 
 A job's tier must not depend on the other jobs, or its bits would. So every recipe is tried in the same way: copies of
-one member as a stack of fixed size, and that member's plain loop, in turns on the same batches. The verdict is kept in
+one member as a stack of fixed size, and that member's plain loop, in turns on the same batches. The result is kept in
 the process and on disk (see `perf_cache`), so that later runs decide the same. Jobs are stacked unless stacking is
 clearly slower. A second, smaller stack gives the line from which the time of any pack is predicted.
 """
@@ -51,7 +51,7 @@ many steps on."""
 MOST_ROWS, REFINE_SECONDS = 64, 0.25
 """The pack's own size is timed too, up to so many rows, if its step is expected to take at most so many seconds."""
 
-_verdicts: dict[str, Verdict] = {}
+_trial_results: dict[str, TrialResult] = {}
 T = TypeVar("T")
 
 
@@ -69,7 +69,7 @@ def _restoring_state(measure: Callable[..., T]) -> Callable[..., T]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialResult:
     """The measurements of a trial: seconds of one member's step, stacked and alone."""
 
     stacked: float
@@ -111,22 +111,22 @@ def num_steps(member: Member) -> int:
     return (job.epochs or 0) * -(-member.num_batches // job.accumulate)
 
 
-def verdicts(recipes: list[Recipe], trace_cache: TraceCache, *, short_too: bool = False) -> dict[int, Verdict]:
-    """Return the verdicts of members of one recipe key, by member index. Members without a verdict are stacked.
+def trial_results(recipes: list[Recipe], trace_cache: TraceCache, *, short_too: bool = False) -> dict[int, TrialResult]:
+    """Return the trial results of members of one recipe key, by member index. Members without a result are stacked.
 
     Each member is tried with its own optimizer; members with the same optimizer share a trial.
 
     Args:
         short_too: Also try jobs that are not worth a trial. Their tier does not depend on it.
     """
-    by_optimizer: dict[Hashable, Verdict | None] = {}
-    by_member: dict[int, Verdict] = {}
+    by_optimizer: dict[Hashable, TrialResult | None] = {}
+    by_member: dict[int, TrialResult] = {}
     for recipe in recipes:
         if not (can_be_timed(recipe) if short_too else worth_a_trial(recipe)):
             continue
         kind = recipe.optimizer.key
         if kind not in by_optimizer:
-            by_optimizer[kind] = verdict(recipe, trace_cache)
+            by_optimizer[kind] = trial_result(recipe, trace_cache)
         if (answer := by_optimizer[kind]) is not None:
             by_member[recipe.member.index] = answer
     return by_member
@@ -150,42 +150,42 @@ def result_bytes(recipe: Recipe) -> int:
     return sum(v.numel() * v.element_size() for v in pytree.tree_leaves(values) if isinstance(v, Tensor))
 
 
-def verdict(recipe: Recipe, trace_cache: TraceCache) -> Verdict | None:
-    """Return the verdict on this recipe, measured now or earlier; None if it cannot be tried."""
+def trial_result(recipe: Recipe, trace_cache: TraceCache) -> TrialResult | None:
+    """Return the result of this recipe's trial, measured now or earlier; None if it cannot be tried."""
     key = digest(recipe)
-    if key not in _verdicts:
-        answer = _stored_verdict(key)
+    if key not in _trial_results:
+        answer = _stored_result(key)
         if answer is None:
             try:
                 answer = trial(recipe, trace_cache)
             except Exception:  # the same error will end this member in training
                 return None
             perf_cache.remember(key, asdict(answer))
-        _verdicts[key] = answer
-    return _verdicts[key]
+        _trial_results[key] = answer
+    return _trial_results[key]
 
 
-def _stored_verdict(key: str) -> Verdict | None:
-    """Return the verdict of an earlier run; None if a number is missing."""
+def _stored_result(key: str) -> TrialResult | None:
+    """Return the result of an earlier run; None if a number is missing."""
     try:
-        return Verdict(**perf_cache.lookup(key).verdict)
+        return TrialResult(**perf_cache.lookup(key).trial_result)
     except TypeError:
         return None
 
 
-def seconds_curve(recipe: Recipe, trial_verdict: Verdict | None, tier: str = "stacked") -> Curve | None:
+def seconds_curve(recipe: Recipe, result: TrialResult | None, tier: str = "stacked") -> Curve | None:
     """Return seconds of a step as a function of the rows, from earlier runs and from the trial."""
     measured = perf_cache.lookup(digest(recipe)).curve("seconds", tier)
-    trial_points = trial_verdict.curve.points if trial_verdict is not None and tier == "stacked" else ()
+    trial_points = result.curve.points if result is not None and tier == "stacked" else ()
     return Curve.of([*trial_points, *(measured.points if measured is not None else ())])
 
 
-def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, trial_verdict: Verdict) -> None:
+def refine(recipe: Recipe, trace_cache: TraceCache, rows: int, result: TrialResult) -> None:
     """Time a stack of the pack's own size, if that is cheap and far from the sizes that are known. It changes no
     tier."""
     rows = min(rows, MOST_ROWS)
-    curve = seconds_curve(recipe, trial_verdict)
-    if trial_verdict.large or curve is None or rows < 2 * trial_verdict.rows or curve.at(rows) > REFINE_SECONDS:
+    curve = seconds_curve(recipe, result)
+    if result.large or curve is None or rows < 2 * result.rows or curve.at(rows) > REFINE_SECONDS:
         return
     if any(rows / 2 < known <= rows * 2 for known, _ in curve.points):
         return
@@ -222,7 +222,7 @@ def _stacked_runner(recipe: Recipe, trace_cache: TraceCache, rows: int) -> _Runn
 
 
 @_restoring_state
-def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
+def trial(recipe: Recipe, trace_cache: TraceCache) -> TrialResult:
     """Time steps of copies of the recipe's member, stacked and alone, in turns."""
     alone = _Runner(SerialUnit(scratch_copy(recipe.member)), thread_time)
     alone.run(1)
@@ -242,7 +242,7 @@ def trial(recipe: Recipe, trace_cache: TraceCache) -> Verdict:
         ratios.append(solo[-1] / stacked[-1])
         pair.append(two.run(1))
     median = statistics.median
-    return Verdict(median(stacked), median(solo), median(ratios), median(pair))
+    return TrialResult(median(stacked), median(solo), median(ratios), median(pair))
 
 
 class _Runner:

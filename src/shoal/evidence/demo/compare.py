@@ -58,7 +58,7 @@ class Comparison:
         return self.float64_difference <= EQUAL
 
     @property
-    def verdict(self) -> str:
+    def speedup_text(self) -> str:
         """The gain in words, even if there is none."""
         return f"{self.gain:.1f} times faster" if self.gain >= 1 else f"{1 / self.gain:.1f} times slower"
 
@@ -130,5 +130,5 @@ def draw(path: Path, comparison: Comparison, histories: list[list[dict[str, floa
         [alone, "packed"], [comparison.alone_total, comparison.packed_seconds], color=["#b0b0b0", "#2a788e"]
     )
     bars.bar_label(drawn, fmt="%.1f s")
-    bars.set(ylabel="seconds for all networks", title=comparison.verdict)
+    bars.set(ylabel="seconds for all networks", title=comparison.speedup_text)
     figure.savefig(path, dpi=120)

@@ -157,11 +157,11 @@ def _plain(case: Case, rows: int, steps: int, validates: bool) -> TimedTraining:
     """Return the training in plain PyTorch, with `rows` rows per process and step."""
     x, y = images(case.network)
 
-    def judge(network: nn.Module) -> float | None:
+    def evaluate(network: nn.Module) -> float | None:
         with torch.no_grad():
             return float(accuracy(network.eval()(x[:256]), y[:256])) if validates else None
 
-    return TimedTraining(partial(make_network, case.network), (x, y), rows, RATE, steps, judge)
+    return TimedTraining(partial(make_network, case.network), (x, y), rows, RATE, steps, evaluate)
 
 
 def compare(case: Case, steps: int, log: Log, *, validates: bool = False) -> dict[str, Any]:

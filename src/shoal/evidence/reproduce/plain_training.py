@@ -63,7 +63,7 @@ class TimedTraining:
     """The rows of one worker in a step."""
     rate: float
     steps: int
-    judge: Callable[[nn.Module], Any] = lambda network: None
+    evaluate: Callable[[nn.Module], Any] = lambda network: None
     """Returns what to report of the trained network."""
 
     def step_seconds(self, model: nn.Module, number: int, workers: int, barrier: Callable[[], object]) -> float:
@@ -84,7 +84,7 @@ class TimedTraining:
 
 
 def time_ddp(training: TimedTraining, workers: int, links: Links, *, first: int = 0) -> tuple[float, Any]:
-    """Return the seconds of a step of the slowest worker, and the judgement of the first worker's network.
+    """Return the seconds of a step of the slowest worker, and what `evaluate` returns for the first worker's network.
 
     Args:
         first: The namespace of the first worker; the others follow.
@@ -106,7 +106,7 @@ def _work(training: TimedTraining, workers: int, links: Links, first: int, numbe
     torch.manual_seed(0)
     network = training.make()
     seconds = training.step_seconds(DistributedDataParallel(network), number, workers, dist.barrier)
-    pipe.send((seconds, training.judge(network)))
+    pipe.send((seconds, training.evaluate(network)))
     with suppress(RuntimeError):
         dist.barrier()
     dist.destroy_process_group()
@@ -116,7 +116,7 @@ def time_alone(training: TimedTraining, pipe: Connection) -> None:
     """Time the same training in a child process, as one worker without links."""
     torch.manual_seed(0)
     network = training.make()
-    pipe.send((training.step_seconds(network, 0, 1, lambda: None), training.judge(network)))
+    pipe.send((training.step_seconds(network, 0, 1, lambda: None), training.evaluate(network)))
 
 
 def ask(bodies: list[Callable[[Connection], None]]) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.engine.members.member import Member
-from shoal.engine.processes.child import apart
+from shoal.engine.processes.child import compute_in_fork
 from shoal.environment import environment, usable_cores
 from shoal.errors import PlaceError, describe
 from shoal.jobs.job import Job
@@ -85,7 +85,7 @@ def one_job(jobs: Any) -> Job:
     """Return the job to place; a PlaceError unless there is exactly one."""
     given = [jobs] if isinstance(jobs, Job) else list(jobs)
     if len(given) != 1 or not isinstance(given[0], Job):
-        raise PlaceError(f"a placement is of one job; {len(given)} were given: train the others apart")
+        raise PlaceError(f"a placement trains one job, and there are {len(given)}; train the others separately")
     refuse_batches(given[0], "a placed training")
     return given[0]
 
@@ -185,7 +185,7 @@ def _train(
     if built.member.status != "running":
         return None
     check_job(built)
-    apart(partial(check_agreement, built))
+    compute_in_fork(partial(check_agreement, built))
     notes, lost = list[str](), list[Lost]()
     while True:
         replan_links = partial(replan, built, placement) if replans else None
@@ -255,7 +255,7 @@ def run_process(
         except Replaced:
             return run_process(job, None, settings, started, patience=patience, log=log)
         if log is not None:
-            log(f"the server at {started.where} is done; {done} batches were computed here")
+            log(f"the server at {started.where} has finished; {done} batches were computed here")
         return None
     assert placement is not None, "rank 0 has a placement"
     if placement.mode == ONE_MACHINE:

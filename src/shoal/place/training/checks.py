@@ -37,7 +37,7 @@ def check_job(built: Built) -> None:
     if job.precision == "fp16" and built.held_by_workers:
         raise PlaceError("precision is 'fp16', whose scaler sees gradients at the server alone; use 'bf16' or None")
     if job.average is not None:
-        raise PlaceError("average is set, and a placed training averages no weights; leave it out")
+        raise PlaceError("average is set, and placed training does not support it; leave it out")
     with trying(job):
         optimizer = make_optimizer(job, built.member.model)
     if needs_closure(optimizer):
@@ -45,7 +45,9 @@ def check_job(built: Built) -> None:
         raise PlaceError(f"{name} evaluates the loss several times a step; use another optimizer")
     if has_modes(optimizer):
         name = type(optimizer).__name__
-        raise PlaceError(f"{name} has a train and an eval mode, which placing does not know; use another optimizer")
+        raise PlaceError(
+            f"{name} has a train and an eval mode, which placed training does not support; use another optimizer"
+        )
     if built.roles.staleness is not None:
         _check_asynchronous(built)
 

@@ -246,9 +246,9 @@ class PlacedRun(UnitListener):
         report, traffic = self.report, self.workers.traffic
         report.bytes_sent, report.bytes_received = traffic.sent, traffic.received
         report.bytes_between = self.workers.group_bytes
-        marks = self.server.marks
-        if len(marks) == 2:
-            first, last = marks
+        snapshots = self.server.sent_bytes
+        if len(snapshots) == 2:
+            first, last = snapshots
             moved = last.moved - first.moved + 2 * (last.between - first.between)
             report.bytes_measured = moved / (last.batches - first.batches) / max(1, report.workers)
         ends = self.server.ended

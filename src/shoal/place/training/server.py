@@ -38,8 +38,8 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What had been sent after so many batches."""
+class SentBytes:
+    """The bytes sent so far, after a number of batches."""
 
     batches: int
     moved: int
@@ -87,7 +87,7 @@ class Server(Joining):
         self._front_draws = True
         self._buffers = Buffers(self.model)
         self._batches = 0
-        self.marks: list[Mark] = []
+        self.sent_bytes: list[SentBytes] = []
         """After the first batch and the last one."""
 
     # --- one batch ----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Server(Joining):
                 self._add(earlier_grads)
                 self._batches += 1
                 moved = self.workers.traffic.both - self.pulled
-                self.marks = [*self.marks[:1], Mark(self._batches, moved, self.workers.group_bytes)]
+                self.sent_bytes = [*self.sent_bytes[:1], SentBytes(self._batches, moved, self.workers.group_bytes)]
                 return done
             self._buffers.restore()
             torch.set_rng_state(rng_state)
@@ -129,7 +129,7 @@ class Server(Joining):
             return
         if self._sharded:
             raise StateLost(f"sharded parameters may differ between workers ({error})")
-        self.workers.log(f"step {self.member.step}: {error}; the workers make another group")
+        self.workers.log(f"step {self.member.step}: {error}; the workers form a new group")
         if self._broken >= MOST_BROKEN:
             raise PlaceError(f"workers cannot reach each other ({error}); check the network between them")
         time.sleep(0.2)  # if a worker has died, its link ends too

@@ -158,9 +158,9 @@ class SILMethod(Method):
         self.steps = self.source.steps if self.source.steps is not None else (self.source.epochs or 0) * epoch
         self.local_steps = local_steps if local_steps is not None else epoch
         self.windows = -(-self.steps // self.local_steps)
-        self.apart = self.windows + (self.count - 1 if self.lag and self.windows else 0)
+        self.separate_rounds = self.windows + (self.count - 1 if self.lag and self.windows else 0)
         """How many rounds come before recovery."""
-        self.rounds = self.apart + self.recovery
+        self.rounds = self.separate_rounds + self.recovery
 
     def _draw(self, target: Any) -> list[Tensor]:
         """Draw the labels of every cut, or raise a SplitError if there are no classes."""
@@ -203,12 +203,12 @@ class SILMethod(Method):
     def parts(self, number: int, workers: Sequence[Worker]) -> list[Part]:
         if any(worker.shard is not None for worker in workers):
             raise SplitError("the parts of a cut network read the same rows; give all workers all the data")
-        if number >= self.apart:
-            step = (number - self.apart) * self.reading.steps
+        if number >= self.separate_rounds:
+            step = (number - self.separate_rounds) * self.reading.steps
             return [self._part(0, WHOLE, number, step, self.reading.steps)]
         if len(workers) < self.count and number == 0:
             raise SplitError(
-                f"{self.count} parts need {self.count} workers, and {len(workers)} are there; cut less, or add workers"
+                f"{self.count} parts need {self.count} workers, not {len(workers)}; use fewer cuts or more workers"
             )
         turn = sorted((number + index) % self.count for index in range(min(self.count, len(workers))))
         busy = [part for part in (self.part_of(number, role) for role in turn) if part.steps]

@@ -130,7 +130,7 @@ class DistributedSplit:
             settings.workers = method.num_workers
         if isinstance(method, SILMethod) and settings.workers > method.count:
             spare = settings.workers - method.count
-            self._say(f"{method.count} parts, {settings.workers} workers: {spare} are spare, should one be lost")
+            self._say(f"{method.count} parts, {settings.workers} workers: {spare} in reserve if one is lost")
         return settings, job, method
 
     def _device(self) -> torch.device:
@@ -196,7 +196,7 @@ class DistributedSplit:
             job, method, where, device=self._device(), codec=settings.codec, shard=self.role.shard,
             patience=self.patience, log=self.log,
         )  # fmt: skip
-        self._say(f"the coordinator at {where} is done; {done} tasks were trained here")
+        self._say(f"the coordinator at {where} has finished; {done} tasks were trained here")
 
     def advice(self) -> Advice:
         """Return what the split would cost and whether it would save time, without training."""

@@ -66,12 +66,12 @@ def without_blocks(
     """Build the network with the identity in place of blocks that are not kept. Those have no tensors then."""
     network = shell(model, piece)
     modules = dict(network.named_modules())
-    gone = blocks.gone(keep)
-    factor = len(blocks.modules) / (len(blocks.modules) - len(gone))
+    removed = blocks.removed(keep)
+    factor = len(blocks.modules) / (len(blocks.modules) - len(removed))
     for name in blocks.modules:
-        if name in gone:
+        if name in removed:
             modules[name].__class__ = subclass(type(modules[name]), _skipping)
-        elif scale and gone:
+        elif scale and removed:
             modules[name].shoal_scale = factor
             modules[name].__class__ = subclass(type(modules[name]), _counting)
     return network

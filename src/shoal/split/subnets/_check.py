@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shoal.engine.processes.child import apart
+from shoal.engine.processes.child import compute_in_fork
 from shoal.errors import describe
 from shoal.split.core.state import named_state
 from shoal.split.subnets._record import shell
@@ -100,7 +100,7 @@ class Probe:
                     with _PlainNorms():
                         problem = self._differs(units, keep)
                 small = narrow(self.whole, units, keep, scale=True)
-                problem = problem or apart(partial(self._trains, small))
+                problem = problem or compute_in_fork(partial(self._trains, small))
             except Exception as error:
                 return f"the narrow network does not run ({describe(error)})"
             if problem:
@@ -135,9 +135,9 @@ class Probe:
             silenced = tensor.detach().clone()
             for dim, rows in rows_by_dim.items():
                 if rows is not None:
-                    gone = torch.ones(silenced.shape[dim], dtype=torch.bool)
-                    gone[rows] = False
-                    silenced[(slice(None),) * dim + (gone,)] = 0
+                    removed = torch.ones(silenced.shape[dim], dtype=torch.bool)
+                    removed[rows] = False
+                    silenced[(slice(None),) * dim + (removed,)] = 0
             return nn.Parameter(silenced, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else silenced
 
         return shell(self.whole, silent)

@@ -80,8 +80,8 @@ def _unsqueeze(c: Coupling, op: Op) -> None:
 @rule("squeeze", "squeeze_")
 def _squeeze(c: Coupling, op: Op) -> None:
     in_axes = c.of(op.args["self"])
-    gone = _dims(op.args.get("dim"), len(in_axes))
-    _move(c, op, [d for d, axis in enumerate(in_axes) if not (d in gone and find(axis).size == 1)])
+    removed = _dims(op.args.get("dim"), len(in_axes))
+    _move(c, op, [d for d, axis in enumerate(in_axes) if not (d in removed and find(axis).size == 1)])
 
 
 @rule("expand")
@@ -188,14 +188,14 @@ def _reduce(c: Coupling, op: Op) -> None:
         pointwise(c, op)
         return
     in_axes = c.of(op.args["self"] if "self" in op.args else op.tensors[0])
-    gone = _dims(op.args.get("dim"), len(in_axes))
-    for d in gone:
+    removed = _dims(op.args.get("dim"), len(in_axes))
+    for d in removed:
         if op.call is not None and op.call.name in ("layer_norm", "rms_norm"):
             note(in_axes[d], "normalised")
         else:
             fix(in_axes[d], f"its {op.name} is taken")
     keep = bool(op.args.get("keepdim"))
-    left = [Axis(1) if d in gone else axis for d, axis in enumerate(in_axes) if keep or d not in gone]
+    left = [Axis(1) if d in removed else axis for d, axis in enumerate(in_axes) if keep or d not in removed]
     for out in op.outs:
         c.give(out, left if out.dim() == len(left) else [Axis(n, "reduced") for n in out.shape])
 

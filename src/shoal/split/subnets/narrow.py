@@ -30,7 +30,7 @@ def narrow(model: nn.Module, units: Units, keep: Keep, *, scale: bool = True) ->
         model: The whole network. It is not changed.
         units: Its units.
         keep: Group -> the units that are kept.
-        scale: Where a layer sums over units of which some are gone, multiply what it reads by size / kept, as inverted
+        scale: Where a layer sums over units that were divided, multiply what it reads by size / kept, as inverted
             dropout does, unless a normalisation undoes it at once.
     """
     slices = units.slices(keep)

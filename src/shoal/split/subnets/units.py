@@ -129,15 +129,15 @@ class Blocks:
     tensors: tuple[frozenset[str], ...]
     """The parameters and buffers of each block."""
 
-    def gone(self, keep: Keep) -> list[str]:
+    def removed(self, keep: Keep) -> list[str]:
         """Return the blocks that are not kept."""
         blocks = set(keep[self.group].tolist()) if self.group in keep else set(range(len(self.modules)))
         return [name for index, name in enumerate(self.modules) if index not in blocks]
 
     def absent(self, keep: Keep) -> frozenset[str]:
         """Return the tensors that a part without these blocks does not have."""
-        gone = set(self.gone(keep))
-        return frozenset().union(*(t for name, t in zip(self.modules, self.tensors, strict=True) if name in gone))
+        removed = set(self.removed(keep))
+        return frozenset().union(*(t for name, t in zip(self.modules, self.tensors, strict=True) if name in removed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def optimize(
         study: An Optuna study: its sampler, pruner and storage are used as they are.
         objective: A function of a trial that calls `train_trial`, and returns its value or values.
         n_trials: How many trials to run.
-        at_once: How many of them are asked for, and trained, at the same time. The sampler learns from a group when it
+        at_once: How many of them are drawn, and trained, at the same time. The sampler learns from a group when it
             has ended.
         catch: Exceptions that fail only their trial. Others end the study when the current trials have ended.
         callbacks: Called with the study and the trial when a trial has ended.

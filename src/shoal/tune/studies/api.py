@@ -245,8 +245,8 @@ def _with_changeable(goal: Goal, scheduler: PBT, jobs: Jobs) -> Goal:
     fixed = [name for name in scheduler.mutate or () if name not in changeable]
     if fixed:
         raise TuneError(
-            f"mutate names {fixed[0]!r}, which is no setting of the optimizer alone (the job's hparams, clip_norm): a "
-            f"network under way cannot be given another; it can be {', '.join(changeable) or 'nothing'} here"
+            f"mutate names {fixed[0]!r}, which cannot change while a trial trains: only settings of the optimizer can "
+            f"(the job's hparams, clip_norm); use {', '.join(changeable) or 'another scheduler'}"
         )
     if not scheduler.mutated(goal):
         raise TuneError(

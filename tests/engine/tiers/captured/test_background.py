@@ -301,7 +301,7 @@ def test_one_process_runs_at_a_time_and_memory_that_is_full_ends_it(compiling: l
     other.look_ahead([])
     assert other._background is not None and other._background._process is None
     group = group_of(compiling[0])
-    compiling[0].crowded()
+    compiling[0].drop_graphs()
     assert gone(group)
     other.look_ahead([])
     assert not gone(group_of(other))
@@ -316,7 +316,7 @@ def test_a_smaller_stack_is_not_compiled_while_training_waits() -> None:
     trained.step_seconds = 1.0
     trained.compile_meanwhile(lambda *seconds: None)
     forms: list[str] = []
-    trained._crowded = True  # free rows are dropped as soon as they can be
+    trained._save_memory = True  # free rows are dropped as soon as they can be
     run(
         [trained],
         Patient(Timed(0.5)),

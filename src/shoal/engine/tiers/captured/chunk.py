@@ -253,9 +253,9 @@ class Chunk:
     def written(self) -> list[Tensor]:
         """Return the tensors that a step writes."""
         inputs = self.inputs
-        own = [tensor for place, tensor in enumerate(stack_tensors(self.stack)) if place not in self.stack.shared]
+        unshared = [tensor for place, tensor in enumerate(stack_tensors(self.stack)) if place not in self.stack.shared]
         logs = [] if inputs.logs is None else [inputs.logs]
-        return [*own, inputs.place, inputs.tick, inputs.count, inputs.losses, *logs]
+        return [*unshared, inputs.place, inputs.tick, inputs.count, inputs.losses, *logs]
 
     def prepare(self, rows: int, full: bool = True) -> float:
         """Make the step on `rows` rows ready for capture, and return the seconds spent compiling now. Only steps on

@@ -41,7 +41,7 @@ class CapturedExecutor(Executor):
                 raise
             full = memory_message(error)
             for unit, _ in captured:
-                unit.crowded()
+                unit.drop_graphs()
         share = (perf_counter() - start) / max(1, sum(len(unit.members) for unit, _ in captured))
         largest = max(captured, key=lambda pair: len(pair[0].members), default=(None, 0))[0]
         return [

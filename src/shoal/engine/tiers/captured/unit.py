@@ -58,7 +58,7 @@ class CapturedUnit(Unit):
         """The most bytes that the allocator held while steps were made ready."""
         self._background: BackgroundCompile | None = None
         self._compiled_meanwhile = False
-        self._crowded = False
+        self._save_memory = False
         self.full = min(recipes[0].member.job.batch_size, recipes[0].member.shape_rows)
         """The rows of a full batch."""
         self._short: list[int] = []
@@ -131,10 +131,10 @@ class CapturedUnit(Unit):
         if self.members[0].device.type == "cuda":
             ensure_memory(self.chunks[0].stack.recipes[0], self.tier, sum(len(chunk.by_row) for chunk in self.chunks))
 
-    def crowded(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop the graphs, and keep no more than needed from now on, because memory was full."""
         self._end_background()
-        self.graphs, self._crowded = {}, True
+        self.graphs, self._save_memory = {}, True
 
     def seconds_left(self) -> float:
         """Return the seconds that the remaining full batches will take."""
@@ -163,7 +163,7 @@ class CapturedUnit(Unit):
     def _worth_fitting(self) -> bool:
         """Return whether a smaller stack would save the time it takes to make it ready, as far as both are known."""
         saved = FITTING_GAIN * self.step_seconds * self._coming(self.full)
-        if self._crowded or not self.step_seconds or saved > self.set_up_seconds:
+        if self._save_memory or not self.step_seconds or saved > self.set_up_seconds:
             return True
         return self.members[0].device.type == "cuda" and scarce()
 
@@ -387,7 +387,7 @@ def ensure_memory(recipe: Recipe, tier: str, members: int) -> None:
     Raises:
         torch.OutOfMemoryError: If there is not enough memory.
     """
-    rough, device = members * memory.rough(recipe), recipe.member.device
+    rough, device = members * memory.rough_bytes(recipe), recipe.member.device
     if SURE * rough < memory.unreserved(device):
         return
     clear()
