@@ -272,3 +272,35 @@ def test_ensembles(results: shoal.Results) -> None:
         assert int(together.vote[row]) == max(leading, key=lambda c: each[:, row, c].mean())
         assert float(together.agreement[row]) == pytest.approx(counts.max() / 3)
     assert torch.equal(some.ensemble(TEST[0]).outputs, some.predict(TEST[0]))
+
+
+class Cache:
+    """What a language model keeps of its keys and values: no tensor, and nothing that can be stacked."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": self.fc(x), "cache": Cache(x), "layers": 2, "loss": None}
+
+
+def test_outputs_with_an_object_that_cannot_be_stacked() -> None:
+    jobs = [
+        shoal.Job(model=WithCache, data=(X, Y), loss=lambda out, y: F.cross_entropy(out["logits"], y), epochs=1, seed=s,
+                  name=f"{s}")
+        for s in range(3)
+    ]  # fmt: skip
+    results = shoal.train(jobs, device="cpu")
+    outputs = results.predict(TEST[0])
+    alone = torch.stack([result.model(TEST[0])["logits"] for result in results]).detach()
+    torch.testing.assert_close(outputs["logits"], alone)
+    assert [type(each) for each in outputs["cache"]] == [Cache] * 3 and outputs["layers"] == 2
+    combined = results.ensemble(TEST[0], activation=lambda out: out["logits"])
+    torch.testing.assert_close(combined.mean, alone.mean(0))
+    assert results.predict(TEST[0], batch_size=20)["logits"].shape == (3, 37, 3)

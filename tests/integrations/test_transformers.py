@@ -232,3 +232,14 @@ def assert_within_rounding(name: str, device: str) -> None:
         rounding, apart = distances(other, alone), distances(result, alone)
         most = max(torch.finfo(torch.float32).eps, *(rounding[n] for n in names))
         assert max(apart[n] for n in names) <= 10 * most
+
+
+def test_the_outputs_of_language_models_are_stacked_beside_their_caches() -> None:
+    jobs = [
+        shoal.Job(model=gpt2, data={"input_ids": IDS, "labels": IDS}, step=lambda m, batch: m(**batch).loss, epochs=1,
+                  seed=seed, name=f"{seed}")
+        for seed in range(2)
+    ]  # fmt: skip
+    results = shoal.train(jobs, device="cpu")
+    logits = results.predict({"input_ids": IDS}).logits
+    torch.testing.assert_close(logits, torch.stack([r.model(IDS).logits for r in results]).detach())
