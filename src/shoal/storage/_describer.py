@@ -126,6 +126,8 @@ class Describer(Walk):
                 (called_implicitly and isinstance(code, types.FunctionType)) or name in self._read_names
             )
         if library_of(type(owner)) is not None and not isinstance(owner, _SPACES):
+            if name.endswith("hash") and isinstance(value, int):
+                return False  # what `hash` returns for texts is another number in each process
             return callable(owner) or all(map(_is_setting, places.Attributes((), owner).get().values()))
         return name in self._read_names
 
