@@ -239,6 +239,12 @@ def csv(folder: Path, text: str, more: str = "") -> Any:
     return jobs_of(folder, BASE.replace('"data.npz"', f'{{ use = "t.csv"{more} }}'))[0].data
 
 
+def test_a_csv_with_another_delimiter_says_so(folder: Path) -> None:
+    for sign, written in ((";", '";"'), ("\t", r'"\\t"')):
+        with pytest.raises(shoal.JobError, match=f"one column only; .* set delimiter = {written}"):
+            csv(folder, f"a{sign}b{sign}c\n1{sign}2{sign}3\n")
+
+
 def test_csv(folder: Path) -> None:
     x, y = csv(folder, "a,b,kind\n1,2,dog\n3,4,cat\n\n5,6,dog\n")
     assert x.tolist() == [[1, 2], [3, 4], [5, 6]] and y.tolist() == [1, 0, 1]
