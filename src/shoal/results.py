@@ -275,8 +275,8 @@ class Results(Sequence[Result]):
         """Return the outputs of all members for the same inputs, [M, ...], in eval mode and stacked where possible.
 
         Args:
-            inputs: Tensors or arrays; a dict of them, passed by name; or only a DataLoader or an IterableDataset.
-                Targets in a dict or a batch are ignored.
+            inputs: Tensors or arrays; a dict of them, passed by name; or only a DataLoader, a Dataset or a fold's Rows.
+                Targets in a dict, a batch or an item are ignored.
             batch_size: Rows at a time; None means all at once. A DataLoader has its own.
             device: Where to compute; None means where the members were trained, if this machine has it. Outputs are on
                 the device of the inputs.
@@ -339,13 +339,16 @@ class Results(Sequence[Result]):
         return Evaluation(names, evaluate(names, tests, data, size, self._device(device)) if names else [])
 
     def _device(self, device: str | torch.device | None) -> torch.device:
-        from shoal.evaluation import usable
+        from shoal.evaluation import named_device, usable
 
         trained = next((result.environment.get("device") for result in self), None)
-        return usable(trained) if device is None else torch.device(device)
+        return usable(trained) if device is None else named_device(device)
 
     def to(self, device: str | torch.device) -> Results:
         """Move all networks to a device and return these results."""
+        from shoal.evaluation import named_device
+
+        device = named_device(device)
         for result in self:
             result.model.to(device)
         return self
