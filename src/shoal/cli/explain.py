@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.arguments import TARGET_HELP, Device, load_target
+from shoal.cli.arguments import TARGET_HELP, Device, check_memory, checked, load_target
 
 
 def explain(
@@ -15,7 +15,10 @@ def explain(
     ] = True,
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes that may be used, such as 20GB: how large packs are, which jobs wait."),
+        typer.Option(
+            callback=checked(check_memory),
+            help="Bytes that may be used, such as 20GB: how large packs are, which jobs wait.",
+        ),
     ] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="On a GPU: try compiled steps too, which may take minutes.")

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.arguments import check_mode, checked
+
 if TYPE_CHECKING:
     from shoal import Result, Results
 
@@ -16,7 +18,10 @@ def export(
     file: Annotated[Path, typer.Argument(help="What to write: .safetensors or .pt (weights), .pt2 (torch.export).")],
     job: Annotated[str | None, typer.Option(help="The job's name; needed unless there is one, or with --best.")] = None,
     best: Annotated[str | None, typer.Option(help="Take the job with the best value of this metric.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Which way is better, min or max, if its name does not say.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(callback=checked(check_mode), help="Which way is better, min or max, if its name does not say."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="For .pt2: MODULE:FUNCTION or FILE.py:FUNCTION that builds the network.")
     ] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import FILE_ENDS, call_target, check_jobs, load_target, only_job
+from shoal.cli.arguments import FILE_ENDS, call_target, check_device, check_jobs, checked, load_target, only_job
 from shoal.cli.output import check_picture, check_writable, show_result
 from shoal.utils.tables import say
 
@@ -57,7 +57,9 @@ def place(
     batch_norm: Annotated[
         str, typer.Option(help="Statistics on the workers: joined (over all rows) or own.")
     ] = "joined",
-    device: Annotated[str, typer.Option(help="Where the layers are timed: cpu, cuda ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option(callback=checked(check_device), help="Where the layers are timed: cpu, cuda ...")
+    ] = "cpu",
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Time the layers here, or estimate them by their operations.")
     ] = True,

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import CheckpointEvery, Deterministic, Device, Memory, Progress, errors_of_code
+from shoal.cli.arguments import (
+    CheckpointEvery,
+    Deterministic,
+    Device,
+    Memory,
+    Progress,
+    check_mode,
+    checked,
+    errors_of_code,
+)
 from shoal.cli.output import saying_how_to_resume
 
 MISSING = object()
@@ -20,7 +29,9 @@ def tune(
     ],
     max_epochs: Annotated[int | None, typer.Option(min=1, help="The longest that a trial trains.")] = None,
     metric: Annotated[str | None, typer.Option(help="What is compared: val_loss, or one of the jobs' metrics.")] = None,
-    mode: Annotated[str | None, typer.Option(help="min or max; by default as the metric's name says.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(callback=checked(check_mode), help="min or max; by default as the metric's name says.")
+    ] = None,
     eta: Annotated[int | None, typer.Option(min=2, help="A rung keeps one in eta; by default 3.")] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="hyperband, successive-halving, asha, pbt or none; by default hyperband.")
