@@ -272,3 +272,82 @@ def test_ensembles(results: shoal.Results) -> None:
         assert int(together.vote[row]) == max(leading, key=lambda c: each[:, row, c].mean())
         assert float(together.agreement[row]) == pytest.approx(counts.max() / 3)
     assert torch.equal(some.ensemble(TEST[0]).outputs, some.predict(TEST[0]))
+
+
+class Cache:
+    """What a language model keeps of its keys and values: no tensor, and nothing that can be stacked."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": self.fc(x), "cache": Cache(x), "layers": 2, "loss": None}
+
+
+def test_outputs_with_an_object_that_cannot_be_stacked() -> None:
+    jobs = [
+        shoal.Job(model=WithCache, data=(X, Y), loss=lambda out, y: F.cross_entropy(out["logits"], y), epochs=1, seed=s,
+                  name=f"{s}")
+        for s in range(3)
+    ]  # fmt: skip
+    results = shoal.train(jobs, device="cpu")
+    outputs = results.predict(TEST[0])
+    alone = torch.stack([result.model(TEST[0])["logits"] for result in results]).detach()
+    torch.testing.assert_close(outputs["logits"], alone)
+    assert [type(each) for each in outputs["cache"]] == [Cache] * 3 and outputs["layers"] == 2
+    combined = results.ensemble(TEST[0], activation=lambda out: out["logits"])
+    torch.testing.assert_close(combined.mean, alone.mean(0))
+    assert results.predict(TEST[0], batch_size=20)["logits"].shape == (3, 37, 3)
+
+
+def test_predict_takes_what_evaluate_takes() -> None:
+    """A Dataset, and the rows of a fold, as evaluate does; targets are left out."""
+    trained = shoal.train([job(seed=s, name=f"{s}") for s in range(2)], device="cpu")
+    expected, rows = trained.predict(TEST[0]), [(x, y) for x, y in zip(*TEST, strict=True)]
+    assert torch.equal(trained.predict(torch.utils.data.TensorDataset(*TEST)), expected)
+    assert torch.equal(trained.predict(torch.utils.data.TensorDataset(TEST[0])), expected)
+    torch.testing.assert_close(trained.predict(Items(rows), batch_size=10), expected)
+    picked = shoal.Rows(TEST, [30, 2, 5])
+    torch.testing.assert_close(trained.predict(picked), expected[:, [30, 2, 5]])
+    torch.testing.assert_close(trained.ensemble(picked).mean, expected[:, [30, 2, 5]].mean(0))
+    with pytest.raises(ValueError, match="a Rows gives whole batches, so other inputs would do nothing"):
+        trained.predict(picked, TEST[0])
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[row]
+
+
+def test_wrong_inputs_and_devices_are_named() -> None:
+    trained = shoal.train([job(seed=s, name=f"{s}") for s in range(2)], device="cpu")
+    for inputs, kind in ((TEST[0].tolist(), "list"), (TEST, "tuple"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"with a {kind} as its input; pass a tensor or an array"):
+            trained.predict(inputs)
+    for call in (trained.predict, trained.ensemble):
+        with pytest.raises(ValueError, match="device is 'gpu'; use 'cpu', 'cuda' or 'cuda:0'"):
+            call(TEST[0], device="gpu")
+    with pytest.raises(ValueError, match="device is 'gpu'"):
+        trained.evaluate(TEST, device="gpu")
+    with pytest.raises(ValueError, match="device is 'gpu'"):
+        trained.to("gpu")
+    with pytest.raises(ValueError, match="device is 'cuda:99', and torch sees"):
+        trained.evaluate(TEST, device="cuda:99")
+    with pytest.raises(ValueError, match="activation is 'softmax'; pass a function"):
+        trained.ensemble(TEST[0], activation="softmax")  # type: ignore[arg-type]
+    with pytest.raises(
+        shoal.ShoalError, match=r"inputs are float32 and the network is float64; pass x.to\(torch.float64\)"
+    ):
+        trained.evaluate((TEST[0].float(), TEST[1]))

@@ -403,3 +403,20 @@ def test_a_pickled_result_has_no_data_and_a_copied_one_has(results: shoal.Result
     other = copy.deepcopy(result)
     assert torch.equal(other.model.weight, result.model.weight) and other.model is not result.model
     assert pickle.loads(pickle.dumps(results)).plan == results.plan and len(copy.deepcopy(results)) == 3
+
+
+def test_settings_in_which_jobs_differ_are_columns(tmp_path: Path) -> None:
+    """Also in a folder. A metric of the same name keeps its column."""
+    jobs = [
+        job(seed=seed, batch_size=size, optimizer=kind, name=f"{seed} {size} {kind.__name__}", val=(X, Y), epochs=1,
+            precision=None if seed else "bf16", metrics={"precision": accuracy}, config={} if seed else {"seed": "own"})
+        for seed in range(2) for size in (8, 16) for kind in (torch.optim.SGD, torch.optim.Adam)
+    ]  # fmt: skip
+    results = shoal.train(jobs, device="cpu", out=tmp_path)
+    for each in (results, shoal.load(tmp_path)):
+        first, *_, last = each.records()
+        assert (first["optimizer"], first["batch_size"], first["seed"]) == ("SGD", 8, "own")
+        assert (last["optimizer"], last["batch_size"], last["seed"]) == ("Adam", 16, 1)
+        assert last["precision"] == results[-1].values["precision"] and "accumulate" not in last
+        assert each.table().splitlines()[0].split()[3:7] == ["seed", "optimizer", "batch_size", "epochs"]
+    assert "batch_size" not in results[:2].records()[0] and results[:2].records()[0]["optimizer"] == "SGD"

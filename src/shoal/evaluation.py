@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from shoal.data import Pool
+from shoal.data import Pool, Rows
 from shoal.data.pool import batch_rows
 from shoal.engine.members.step import TARGETS, call_model, number, targets_of
 from shoal.engine.recipes.recipe import Evaluation as Computation
@@ -24,7 +24,6 @@ from shoal.engine.tiers.stacked.forward import Forward
 from shoal.engine.tiers.unit import map_tensors
 from shoal.errors import JobError, NoSuchJob, ShoalError, describe
 from shoal.jobs.job import Job
-from shoal.jobs.loaders import gives_batches
 from shoal.utils.numpy_values import tensor_of
 from shoal.utils.tables import render
 
@@ -40,6 +39,18 @@ def usable(device: Any) -> torch.device:
     return chosen
 
 
+def named_device(device: str | torch.device) -> torch.device:
+    """Return the device of this name, or raise a ValueError if there is none."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; use 'cpu', 'cuda' or 'cuda:0'") from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device is {str(device)!r}, and torch sees {count} CUDA devices; use 'cpu'")
+    return chosen
+
+
 def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device) -> Any:
     """Return the outputs of all models, [M, ...], on the device of the inputs.
 
@@ -48,7 +59,7 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
     """
     if not models:
         raise ValueError("there are no results, so there is nothing to predict with")
-    if any(map(gives_batches, inputs)):
+    if any(isinstance(each, DataLoader | Dataset | Rows) for each in inputs):
         return _predict_batches(models, inputs, size, device)
     inputs = pytree.tree_map_only(np.ndarray, tensor_of, inputs)
     input_device = next((leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)), device)
@@ -60,7 +71,7 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
 
         def run(chunk: Any) -> Any:
             moved = pytree.tree_map_only(Tensor, lambda x: x.to(device), chunk)
-            with _dtypes_explained(models[0], moved):
+            with _inputs_explained(models[0], moved):
                 return map_tensors(lambda x: x.to(input_device), forward(moved))
 
         if size is None:
@@ -72,17 +83,30 @@ def predict(models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | No
 
 
 @contextmanager
-def _dtypes_explained(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """If the network fails and the inputs have another floating-point dtype than its weights, say so."""
+def _inputs_explained(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """If the network fails and the inputs are of another dtype than its weights, or no tensors, say so."""
     try:
         yield
-    except RuntimeError as error:
-        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        given, known = ([t.dtype for t in ts if t.is_floating_point()] for ts in (leaves, model.parameters()))
-        if not given or not known or set(given) <= set(known):
+    except Exception as error:
+        if isinstance(error, RuntimeError) and (hint := _dtype_hint(model, inputs)):
+            raise ValueError(hint) from error
+        others = [each for each in inputs if not isinstance(each, Tensor | Mapping)] if type(inputs) is tuple else []
+        if not isinstance(error, TypeError | AttributeError) or not others:
             raise
-        names = [str(dtype).removeprefix("torch.") for dtype in (given[0], known[0])]
-        raise ValueError(f"inputs are {names[0]} and the network is {names[1]}; pass x.to(torch.{names[1]})") from error
+        raise ValueError(
+            f"predict: a network raised {describe(error)} with a {type(others[0]).__name__} as its input; pass a "
+            "tensor or an array for each argument of its forward, a dict of them, or a Dataset or DataLoader"
+        ) from error
+
+
+def _dtype_hint(model: nn.Module, inputs: Any) -> str | None:
+    """Return what to do where the inputs have another floating-point dtype than the network, or None."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    given, known = ([t.dtype for t in ts if t.is_floating_point()] for ts in (leaves, model.parameters()))
+    if not given or not known or set(given) <= set(known):
+        return None
+    names = [str(dtype).removeprefix("torch.") for dtype in (given[0], known[0])]
+    return f"inputs are {names[0]} and the network is {names[1]}; pass x.to(torch.{names[1]})"
 
 
 def _takes_entries(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
@@ -98,19 +122,21 @@ def _takes_entries(model: nn.Module, entries: Mapping[Any, Any]) -> bool:
 def _predict_batches(
     models: Sequence[nn.Module], inputs: tuple[Any, ...], size: int | None, device: torch.device
 ) -> Any:
-    """Return the outputs for all batches of a DataLoader, on the CPU. Targets in the batches are ignored, as in
-    training."""
+    """Return the outputs for all batches of a DataLoader or rows of a Dataset, on the CPU. Targets in them are ignored,
+    as in training."""
     if len(inputs) > 1 or (size is not None and isinstance(inputs[0], DataLoader)):
         what = "other inputs" if len(inputs) > 1 else f"batch_size={size}"
-        raise ValueError(f"predict: a DataLoader gives whole batches, so {what} would do nothing; pass it alone")
+        kind = next(type(each).__name__ for each in inputs if isinstance(each, DataLoader | Dataset | Rows))
+        raise ValueError(f"predict: a {kind} gives whole batches, so {what} would do nothing; pass it alone")
     try:
         view = Pool(device).open(inputs[0], batch_size=size or LARGEST_BATCH)
     except JobError as error:
         raise JobError(*(f"predict: data {line}" for line in error.lines)) from None
     chunks = []
     with Forward(models, whats=[Computation("inputs", _outputs)] * len(models), device=device) as forward:
-        for batch in view.feed(1):
-            chunks.append(map_tensors(lambda x: x.to("cpu"), forward(batch)))
+        for batch in view.feed(size or LARGEST_BATCH):
+            with _inputs_explained(models[0], batch):
+                chunks.append(map_tensors(lambda x: x.to("cpu"), forward(batch)))
     return join_batches(chunks, dim=1)
 
 
@@ -167,7 +193,11 @@ def evaluate(
             try:
                 outputs = forward.each(batch)
             except Exception as error:
-                raise ShoalError(f"evaluate: a network raised {describe(error)} on a batch of the data") from error
+                inputs = batch[:-1] if isinstance(batch, tuple | list) else batch
+                hint = _dtype_hint(models[0], inputs) if isinstance(error, RuntimeError) else None
+                more = "" if hint is None else f"; {hint}"
+                what = f"evaluate: a network raised {describe(error)} on a batch of the data"
+                raise ShoalError(what + more) from error
             for totals, ((loss, logs), output) in zip(all_totals, outputs, strict=True):
                 totals.add_loss(number(loss), {name: number(value) for name, value in logs.items()}, batch_rows(batch))
                 if totals.job.metrics:
@@ -301,6 +331,8 @@ class Ensemble:
 
 def combine(outputs: Any, activation: Callable[[Any], Tensor] | None) -> Ensemble:
     """Return an ensemble of these outputs, after applying `activation` to them if it is given."""
+    if activation is not None and not callable(activation):
+        raise ValueError(f"activation is {activation!r}; pass a function, such as lambda z: z.softmax(-1)")
     if activation is not None and not isinstance(outputs, Tensor):
         outputs, activation = activation(outputs), None
     if not isinstance(outputs, Tensor):

@@ -16,22 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
+from shoal.jobs.differing import differing
 from shoal.jobs.early_stopping import best_row, in_order, kept_row
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
 from shoal.jobs.names import named
 from shoal.jobs.pickling import without_unpicklable
+from shoal.jobs.results_table import NOT_VALUES, results_table
 from shoal.utils.numpy_values import finite, plain_int
-from shoal.utils.tables import format_cell, one_line, render
 
 if TYPE_CHECKING:
     from shoal.engine.planning.planner import Plan
     from shoal.evaluation import Ensemble, Evaluation
-
-MOST_ERRORS = 10
-"""How many errors are shown below a table."""
-NOT_VALUES = ("epoch", "step", "seconds")
-"""Columns of a history that tell when a row was made, not what was measured."""
 
 
 class StoredWeights(Protocol):
@@ -164,10 +160,10 @@ class Result:
             **({} if split is None else {"split": split}),
         }
 
-    def to_record(self) -> dict[str, Any]:
-        """Return one flat row for a table: name, status, config, hyper-parameters, and the values of the kept
-        weights."""
-        settings = {**self.job.config, **self.job.hparams}
+    def to_record(self, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return one flat row for a table: name, status, `others`, config, hyper-parameters, and the values of the
+        kept weights."""
+        settings = {**(others or {}), **self.job.config, **self.job.hparams}
         values = {name: value for name, value in self.values.items() if name not in (*NOT_VALUES, *settings)}
         return {
             "name": self.name, "status": self.status, "tier": self.tier, "epochs": len(self.history),
@@ -248,30 +244,10 @@ class Results(Sequence[Result]):
     def table(self) -> str:
         """Return the results as text, one line each, followed by the errors of jobs that failed or diverged.
 
-        Values are those of the weights that each result has; of `hparams` those are shown that differ. Uses lines and
-        colour in a terminal if rich is installed.
+        Values are those of the weights that each result has; of `hparams` and other settings those are shown that
+        differ, seeds aside. Uses lines and colour in a terminal if rich is installed.
         """
-        names = [name for name in self.columns() if name not in NOT_VALUES]
-        settings = [{**r.job.hparams, **r.job.config} for r in self]
-        noted = dict.fromkeys(key for r in self for key in r.job.config)
-        others = dict.fromkeys(key for r in self for key in r.job.hparams if key not in names)
-        varied = dict.fromkeys(key for key in others if len({repr(each.get(key)) for each in settings}) > 1)
-        setting_names = list(noted | varied)
-        epochs = [len(r.history) if r.split is None else None for r in self]  # the rows of a split are rounds
-        best = [r.best_epoch if count is not None else None for r, count in zip(self, epochs, strict=True)]
-        best_column = ["best_epoch"] if best != epochs and any(best) else []
-        head = ["name", "status", "tier", *setting_names, "epochs", "steps", *names, *best_column, "seconds"]
-        rows = [
-            [
-                r.name, r.status, r.tier, *(format_cell(each.get(key)) for key in setting_names),
-                "" if count is None else str(count), str(r.steps), *(format_cell(r.value(n)) for n in names),
-                *([format_cell(epoch)] if best_column else []), f"{r.seconds:.2f}",
-            ]
-            for r, each, count, epoch in zip(self, settings, epochs, best, strict=True)
-        ]  # fmt: skip
-        errors = [f"{one_line(r.name)}: {r.error}" for r in self if r.error]
-        more = [f"... and {len(errors) - MOST_ERRORS} more"] if len(errors) > MOST_ERRORS else []
-        return "\n".join([render(head, rows), *([""] if errors else []), *errors[:MOST_ERRORS], *more])
+        return results_table(self)
 
     def plot(self, path: str | os.PathLike[str], metric: str | None = None) -> Path:
         """Draw all learning curves into an image file: of `metric`, or of the loss and, if there is one, the
@@ -299,8 +275,8 @@ class Results(Sequence[Result]):
         """Return the outputs of all members for the same inputs, [M, ...], in eval mode and stacked where possible.
 
         Args:
-            inputs: Tensors or arrays; a dict of them, passed by name; or only a DataLoader or an IterableDataset.
-                Targets in a dict or a batch are ignored.
+            inputs: Tensors or arrays; a dict of them, passed by name; or only a DataLoader, a Dataset or a fold's Rows.
+                Targets in a dict, a batch or an item are ignored.
             batch_size: Rows at a time; None means all at once. A DataLoader has its own.
             device: Where to compute; None means where the members were trained, if this machine has it. Outputs are on
                 the device of the inputs.
@@ -363,21 +339,28 @@ class Results(Sequence[Result]):
         return Evaluation(names, evaluate(names, tests, data, size, self._device(device)) if names else [])
 
     def _device(self, device: str | torch.device | None) -> torch.device:
-        from shoal.evaluation import usable
+        from shoal.evaluation import named_device, usable
 
         trained = next((result.environment.get("device") for result in self), None)
-        return usable(trained) if device is None else torch.device(device)
+        return usable(trained) if device is None else named_device(device)
 
     def to(self, device: str | torch.device) -> Results:
         """Move all networks to a device and return these results."""
+        from shoal.evaluation import named_device
+
+        device = named_device(device)
         for result in self:
             result.model.to(device)
         return self
 
     def records(self, *, history: bool = False) -> list[dict[str, Any]]:
-        """Return flat rows: one for each job, or with `history` one for each epoch of each job."""
+        """Return flat rows: one for each job, or with `history` one for each epoch of each job.
+
+        A job's row has its `config`, its hyper-parameters, and the settings in which the jobs differ, such as the seed.
+        """
         if not history:
-            return [result.to_record() for result in self]
+            settings = differing([result.job for result in self], besides=self.columns())
+            return [result.to_record(others) for result, others in zip(self, settings, strict=True)]
         return [{"name": result.name, **row} for result in self for row in result.history]
 
     def to_dataframe(self, *, history: bool = False) -> Any:

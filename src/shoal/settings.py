@@ -36,6 +36,8 @@ def make_settings(
         raise ValueError(f"threads is {threads!r}; use a whole number, 1 or more")
     if not isinstance(compile, bool) and compile != "auto":
         raise ValueError(f"compile is {compile!r}; use True, False or 'auto'")
+    if deterministic not in (True, False):
+        raise ValueError(f"deterministic is {deterministic!r}; use True or False")
     chosen = pick_device(device)
     if compile is True and chosen.type == "cpu":
         raise ValueError("compile is True, but steps on a CPU are not compiled; use 'auto' or False")

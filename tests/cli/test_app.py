@@ -116,11 +116,21 @@ def test_every_command_has_a_file_of_its_own(name: str) -> None:
         (["train", "nowhere.py:jobs"], "the file 'nowhere.py' is not there"),
         (["train", "no_such_module:jobs"], "no module 'no_such_module'"),
         (["train", "json:dump", "--threads", "0"], "--threads"),
+        (["train", "a.toml", "--device", "gpu"], "Invalid value for '--device': device is 'gpu'; use 'auto', 'cpu'"),
+        (["bench", "mlp", "--device", "gpu"], "Invalid value for '--device'"),
+        (["split", "a.toml", "--device", "gpu"], "Invalid value for '--device'"),
+        (["place", "a.toml", "--device", "gpu"], "Invalid value for '--device'"),
+        (["train", "a.toml", "--memory", "20QB"], "Invalid value for '--memory': memory is '20QB'; use a number"),
+        (["explain", "a.toml", "--memory", "20QB"], "Invalid value for '--memory'"),
+        (["tune", "a.py", "--checkpoint-every", "never"], "Invalid value for '--checkpoint-every': checkpoint_every"),
+        (["train", "a.toml", "--policy", "first"], "Invalid value for '--policy': policy is 'first'; use one of"),
+        (["tune", "a.py", "--mode", "up"], "Invalid value for '--mode': mode is 'up'"),
+        (["export", "runs", "a.pt", "--best", "f", "--mode", "up"], "Invalid value for '--mode': mode is 'up'"),
         (["explain", "json:dmup"], "did you mean 'dump'?"),
     ],
 )
 def test_errors_are_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    usage = ("No such", "Did you mean 'train'", "Missing argument", "--threads")
+    usage = ("No such", "Did you mean 'train'", "Missing argument", "--threads", "Invalid value")
     assert main(args) == (2 if says.startswith(usage) else 1)
     told = capsys.readouterr()
     assert told.err.startswith("shoal: ")

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -232,3 +233,37 @@ def assert_within_rounding(name: str, device: str) -> None:
         rounding, apart = distances(other, alone), distances(result, alone)
         most = max(torch.finfo(torch.float32).eps, *(rounding[n] for n in names))
         assert max(apart[n] for n in names) <= 10 * most
+
+
+def test_the_outputs_of_language_models_are_stacked_beside_their_caches() -> None:
+    jobs = [
+        shoal.Job(model=gpt2, data={"input_ids": IDS, "labels": IDS}, step=lambda m, batch: m(**batch).loss, epochs=1,
+                  seed=seed, name=f"{seed}")
+        for seed in range(2)
+    ]  # fmt: skip
+    results = shoal.train(jobs, device="cpu")
+    logits = results.predict({"input_ids": IDS}).logits
+    torch.testing.assert_close(logits, torch.stack([r.model(IDS).logits for r in results]).detach())
+
+
+def test_a_language_model_is_the_same_job_in_another_process(tmp_path: Path) -> None:
+    """Its generation_config keeps what `hash` returned, which is another number in each process."""
+    hashes = iter(range(100))
+
+    def built() -> nn.Module:
+        model: Any = gpt2()
+        assert isinstance(model.generation_config._original_object_hash, int)
+        model.generation_config._original_object_hash = next(hashes)
+        return cast(nn.Module, model)
+
+    for epochs in (1, 2):
+        (result,) = shoal.train(
+            [shoal.Job(model=built, data={"input_ids": IDS, "labels": IDS}, step=lm_step, epochs=epochs, name="a")],
+            device="cpu", out=tmp_path,
+        )  # fmt: skip
+    assert result.status == "done" and len(result.history) == 2
+
+
+def lm_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss

@@ -41,6 +41,17 @@ def names(jobs: list[shoal.Job]) -> list[str]:
     return [job.name for job in jobs]
 
 
+def test_what_a_grid_varies_inside_of_a_model_is_noted(folder: Path) -> None:
+    text = BASE + "seeds = 2\nconfig = { note = 'mine' }\n[grid]\nhparams.lr = [0.1, 1]\nmodel.hidden = [4, 5]\n"
+    jobs = jobs_of(folder, text)
+    assert jobs[0].config == {"note": "mine", "hidden": 4} and jobs[2].config["hidden"] == 5
+    jobs = jobs_of(folder, text.replace("note =", "hidden ="))
+    assert jobs[2].config == {"hidden": "mine"}, "the file's own goes first"
+    networks = BASE + "[grid]\nbatch_size = [4, 8]\nmodel = [{ use = 'mlp', features = 3, classes = 1 }]\n"
+    assert jobs_of(folder, networks)[0].config == {"model": "mlp(features=3,classes=1)"}
+    assert jobs_of(folder, BASE + "[grid]\nbatch_size = [4, 8]\n")[0].config == {}
+
+
 def test_a_plain_file_is_one_job(folder: Path) -> None:
     (job,) = jobs_of(folder, BASE)
     assert job.name == "sweep" and job.epochs == 2 and job.loss is F.mse_loss
@@ -226,6 +237,12 @@ def test_files_of_arrays(folder: Path, form: str) -> None:
 def csv(folder: Path, text: str, more: str = "") -> Any:
     (folder / "t.csv").write_text(text)
     return jobs_of(folder, BASE.replace('"data.npz"', f'{{ use = "t.csv"{more} }}'))[0].data
+
+
+def test_a_csv_with_another_delimiter_says_so(folder: Path) -> None:
+    for sign, written in ((";", '";"'), ("\t", r'"\\t"')):
+        with pytest.raises(shoal.JobError, match=f"one column only; .* set delimiter = {written}"):
+            csv(folder, f"a{sign}b{sign}c\n1{sign}2{sign}3\n")
 
 
 def test_csv(folder: Path) -> None:

@@ -12,6 +12,13 @@ from torch import nn
 import shoal
 
 
+class Metric:
+    """As torchmetrics has them: an object is meant, not the class."""
+
+    def compute(self) -> float:
+        return 0.0
+
+
 def job(**changes: Any) -> shoal.Job:
     settings: dict[str, Any] = {"model": lambda: nn.Linear(2, 2), "data": (torch.zeros(4, 2), torch.zeros(4).long())}
     return shoal.Job(**(settings | {"loss": F.cross_entropy, "epochs": 1, "name": "a"} | changes))
@@ -43,6 +50,7 @@ def job(**changes: Any) -> shoal.Job:
         ({"hparams": 0.1}, "hparams is 0.1"),
         ({"metrics": [F.mse_loss]}, 'pass a dict, such as {"accuracy": accuracy}'),
         ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss; pass an instance, CrossEntropyLoss()"),
+        ({"metrics": {"m": Metric}}, "metric 'm' is the class Metric; pass an object of it, with its arguments: Met"),
         ({"metrics": {"loss": F.cross_entropy}}, "name of a history column"),
         ({"metrics": {"accuracy": 1}}, "metric 'accuracy' is 1"),
         ({"seed": "x"}, "seed is 'x'"),

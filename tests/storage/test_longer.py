@@ -217,3 +217,16 @@ def test_extended_twice_and_killed_in_between(tmp_path: Path) -> None:
         assert drop[0] == drop[1]
         for key, tensor in a.state_dict().items():
             assert torch.equal(tensor, b.state_dict()[key])
+
+
+def test_a_value_may_be_noted_in_config_later(tmp_path: Path) -> None:
+    """Training does not use it. A value that is there already cannot change: it says how the job was trained."""
+    shoal.train([job(name="a", epochs=2)], "cpu", out=tmp_path, deterministic=True)
+    again = shoal.train([job(name="a", epochs=2, config={"width": 8})], "cpu", out=tmp_path, deterministic=True)
+    assert again[0].steps == 14 and shoal.load(tmp_path)[0].job.config == {"width": 8}
+    longer = shoal.train([job(name="a", epochs=3, config={"more": 1})], "cpu", out=tmp_path, deterministic=True)
+    whole = shoal.train([job(name="a", epochs=3)], "cpu", deterministic=True)
+    same(longer[0], whole[0])
+    assert shoal.load(tmp_path)[0].job.config == {"width": 8, "more": 1}
+    with pytest.raises(shoal.ShoalError, match=r"job 'a' has config \{'width': 8\} there and \{'width': 9\} here"):
+        shoal.train([job(name="a", epochs=3, config={"width": 9})], "cpu", out=tmp_path, deterministic=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import OutError
 from shoal.preparation.checks import prepare
-from shoal.storage import atomic
+from shoal.storage import _describer, atomic
 from shoal.storage.jobtable import JobTable
 from shoal.storage.run_folder import RunFolder
 
@@ -496,3 +496,19 @@ def test_yesterdays_result_is_not_given_for_another_job(tmp_path: Path) -> None:
     assert torch.equal(first.model[0].weight, again.model[0].weight)  # type: ignore[index]
     with pytest.raises(OutError, match=r"model\.1\.p is 0\.1 there and 0\.5 here"):
         shoal.train(one(0.5), device="cpu", out=tmp_path)
+
+
+def test_attributes_of_a_librarys_object_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of them: configurations of language models have a hundred."""
+    settings = torch.utils.data.SequentialSampler([1])
+    for index in range(100):
+        setattr(settings, f"setting_{index}", index)
+    looked, is_setting = list[Any](), _describer._is_setting
+
+    def counted(value: Any, depth: int = 0) -> bool:
+        looked.append(value)
+        return is_setting(value, depth)
+
+    monkeypatch.setattr(_describer, "_is_setting", counted)
+    assert not claimed(tmp_path, loss=holding(settings))
+    assert 100 < len(looked) < 1000

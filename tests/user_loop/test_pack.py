@@ -452,6 +452,9 @@ def test_half_precision_trains(precision: Any) -> None:
     [
         ({"models": []}, "models is empty"),
         ({"models": nn.Linear(D, C)}, "models is a single network"),
+        ({"models": net}, "models is net; pass a list of networks, such as [make_net() for"),
+        ({"models": [net, nn.Linear(D, C)]}, "member 0: the model is the function net; call it: net()"),
+        ({"models": [nn.Linear(D, C), net]}, "member 1: the model is the function net; call it: net()"),
         ({"models": [nn.Linear(D, C), 3]}, "member 1: the model is a int"),
         ({"hparams": [{"lr": 0.1}]}, "hparams has 1 entries for 2 models"),
         ({"hparams": [{"lr": 0.1}, {"lr": -1}]}, "member 1: lr is -1"),

@@ -3,7 +3,7 @@
 A target is a job file, MODULE:FUNCTION or FILE.py:FUNCTION.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,60 @@ TARGET_HELP = (
 )
 FILE_ENDS = (".toml", ".yaml", ".yml")
 
+
+def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """Return a callback of an option: a value that `check` refuses is a wrong use of the command line."""
+
+    def callback(value: str | None) -> str | None:
+        try:
+            if value is not None:
+                check(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        return value
+
+    return callback
+
+
+def check_device(value: str) -> None:
+    from shoal.settings import pick_device
+
+    pick_device(value)
+
+
+def check_memory(value: str) -> None:
+    from shoal.settings import parse_bytes
+
+    parse_bytes(value)
+
+
+def _check_seconds(value: str) -> None:
+    from shoal.settings import parse_seconds
+
+    parse_seconds(value)
+
+
+def check_policy(value: str) -> None:
+    from shoal.engine.planning.policy import policy_for
+
+    policy_for(value)
+
+
+def check_mode(value: str) -> None:
+    if value not in ("min", "max"):
+        raise ValueError(f"mode is {value!r}; it says which way is better: use 'min' or 'max'")
+
+
 # --- commands that train or plan --------------------------------------------------------------------------------------
 
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
-Memory = Annotated[str | None, typer.Option(help="Memory limit, such as 20GB; by default 90 % of free memory.")]
-CheckpointEvery = Annotated[str | None, typer.Option(help="How often to save, such as 60s or 5m.")]
+Device = Annotated[str | None, typer.Option(callback=checked(check_device), help="auto, cpu, cuda, cuda:1 ...")]
+Memory = Annotated[
+    str | None,
+    typer.Option(callback=checked(check_memory), help="Memory limit, such as 20GB; by default 90 % of free memory."),
+]
+CheckpointEvery = Annotated[
+    str | None, typer.Option(callback=checked(_check_seconds), help="How often to save, such as 60s or 5m.")
+]
 Deterministic = Annotated[
     bool | None,
     typer.Option("--deterministic/--no-deterministic", help="Use only kernels that give the same bits every time."),
@@ -36,7 +85,9 @@ Progress = Annotated[
 
 # --- commands that measure: shoal bench and shoal reproduce -----------------------------------------------------------
 
-MeasuredDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")]
+MeasuredDevice = Annotated[
+    str, typer.Option(callback=checked(check_device), help="cpu, cuda, cuda:1 ...; auto: a GPU if there is one.")
+]
 Limit = Annotated[float, typer.Option(min=1.0, help="Stop after this many seconds.")]
 NumbersFile = Annotated[Path | None, typer.Option(help="Write all numbers into this file, as JSON.")]
 NumbersAsJson = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON instead of the table.")]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.arguments import TARGET_HELP, Device, load_target
+from shoal.cli.arguments import TARGET_HELP, Device, check_memory, checked, load_target
 
 
 def explain(
@@ -15,7 +15,10 @@ def explain(
     ] = True,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory limit, such as 20GB: shows the size of packs and which jobs wait."),
+        typer.Option(
+            callback=checked(check_memory),
+            help="Memory limit, such as 20GB: shows the size of packs and which jobs wait.",
+        ),
     ] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="On a GPU: also try compiled steps, which may take minutes.")

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.arguments import check_mode, checked
+
 if TYPE_CHECKING:
     from shoal import Result, Results
 
@@ -20,7 +22,10 @@ def export(
     best: Annotated[str | None, typer.Option(help="Take the job with the best value of this metric.")] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="Whether small or large values are better: min or max; by default from the metric's name."),
+        typer.Option(
+            callback=checked(check_mode),
+            help="Whether small or large values are better: min or max; by default from the metric's name.",
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="For .pt2: MODULE:FUNCTION or FILE.py:FUNCTION that builds the network.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import FILE_ENDS, call_target, check_jobs, load_target, only_job
+from shoal.cli.arguments import FILE_ENDS, call_target, check_device, check_jobs, checked, load_target, only_job
 from shoal.cli.output import check_picture, check_writable, show_result
 from shoal.utils.tables import say
 
@@ -61,7 +61,9 @@ def place(
     batch_norm: Annotated[
         str, typer.Option(help="Batch norm statistics on the workers: joined (over all rows) or own.")
     ] = "joined",
-    device: Annotated[str, typer.Option(help="Device on which to time the layers: cpu, cuda ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option(callback=checked(check_device), help="Device on which to time the layers: cpu, cuda ...")
+    ] = "cpu",
     measure: Annotated[
         bool,
         typer.Option("--measure/--no-measure", help="Time the layers here, or estimate their times from operations."),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.arguments import TARGET_HELP, CheckpointEvery, load_target, only_job
+from shoal.cli.arguments import TARGET_HELP, CheckpointEvery, check_device, checked, load_target, only_job
 from shoal.cli.output import show_result
 from shoal.utils.tables import say
 
@@ -71,7 +71,9 @@ def split(
         float | None, typer.Option(help="Seconds that a worker may take for a round; by default from measured rounds.")
     ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a coordinator that cannot be reached.")] = 60.0,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 ...; by default cpu.")] = None,
+    device: Annotated[
+        str | None, typer.Option(callback=checked(check_device), help="auto, cpu, cuda, cuda:1 ...; by default cpu.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoints; run the same command to resume.")] = None,
     checkpoint_every: CheckpointEvery = None,
     link: Annotated[

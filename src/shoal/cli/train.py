@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import TARGET_HELP, CheckpointEvery, Deterministic, Device, Memory, Progress, load_target
+from shoal.cli.arguments import (
+    TARGET_HELP,
+    CheckpointEvery,
+    Deterministic,
+    Device,
+    Memory,
+    Progress,
+    check_policy,
+    checked,
+    load_target,
+)
 from shoal.cli.output import saying_how_to_resume
 
 if TYPE_CHECKING:
@@ -22,7 +32,10 @@ def train(
     ] = None,
     memory: Memory = None,
     policy: Annotated[
-        str | None, typer.Option(help="Which job runs first: fifo, priority, shortest, round-robin or fair.")
+        str | None,
+        typer.Option(
+            callback=checked(check_policy), help="Which job runs first: fifo, priority, shortest, round-robin or fair."
+        ),
     ] = None,
     checkpoint_every: CheckpointEvery = None,
     tensorboard: Annotated[

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import CheckpointEvery, Deterministic, Device, Memory, Progress, errors_of_code
+from shoal.cli.arguments import (
+    CheckpointEvery,
+    Deterministic,
+    Device,
+    Memory,
+    Progress,
+    check_mode,
+    checked,
+    errors_of_code,
+)
 from shoal.cli.output import saying_how_to_resume
 
 MISSING = object()
@@ -22,7 +31,9 @@ def tune(
     ],
     max_epochs: Annotated[int | None, typer.Option(min=1, help="The most epochs that a trial trains.")] = None,
     metric: Annotated[str | None, typer.Option(help="What to compare: val_loss, or one of the jobs' metrics.")] = None,
-    mode: Annotated[str | None, typer.Option(help="min or max; by default from the metric's name.")] = None,
+    mode: Annotated[
+        str | None, typer.Option(callback=checked(check_mode), help="min or max; by default from the metric's name.")
+    ] = None,
     eta: Annotated[
         int | None, typer.Option(min=2, help="At each rung one in eta trials continues; by default 3.")
     ] = None,

@@ -165,6 +165,8 @@ class _Seeded(Dataset[Any]):
 
 def check_dataset(data: Any) -> None:
     """Raise a JobError unless the data is a map-style Dataset."""
+    if hasattr(data, "to_numpy"):  # a table of pandas or polars: its items are columns
+        raise JobError(f"is a {type(data).__name__}; pass what its to_numpy() gives")
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
         raise JobError(
             f"is a {type(data).__name__}; pass tensors or arrays, a map-style Dataset (__len__ and __getitem__), a "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from shoal.jobfile._naming import entry_labels, fill, short_name, varied_label
+from shoal.jobfile._naming import entry_labels, fill, short_name, varied_config, varied_label
 from shoal.jobfile._tree import Node, Problems, did_you_mean
 from shoal.jobs.job import Job
 
@@ -132,6 +132,7 @@ class Block:
             for path, value in sorted(zip(paths, values, strict=True), key=lambda pair: len(pair[0])):
                 _set(chosen, path, as_table(path[0], value) if len(path) == 1 else value)
             chosen = {key: node for key, node in chosen.items() if node.value is not None}
+            _note(chosen, varied_config(paths, values))
             if name is not None and "{" in name.value:
                 job_name = fill(name, chosen, problems)
             else:
@@ -207,6 +208,15 @@ def _seeds(node: Node, problems: Problems) -> list[Node]:
     if type(node.value) is int and node.value > 0:
         return [Node(seed, node.line) for seed in range(min(node.value, MOST_JOBS + 1))]
     return _axis("seeds", node, "how many (1 or more), or a list of whole numbers", problems)
+
+
+def _note(fields: dict[str, Node], varied: dict[str, Node]) -> None:
+    """Add what varies to the job's `config`, except keys that the file has there itself."""
+    config = fields.get("config")
+    if varied and (config is None or config.is_table):
+        own = {} if config is None else config.value
+        line = next(iter(varied.values())).line if config is None else config.line
+        fields["config"] = Node({**varied, **own}, line)
 
 
 def _set(table: dict[str, Node], path: Keys, value: Node) -> None:

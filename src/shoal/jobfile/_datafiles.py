@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -132,7 +133,9 @@ def table(
         if name not in head:
             raise ValueError(f"it has no column {name!r}; it has {', '.join(head)}")
     if not chosen:
-        raise ValueError("it has one column only; inputs and a target are needed")
+        other = next((sign for sign in ";\t|" if sign in head[0]), None)
+        hint = "" if other is None else f"; set delimiter = {json.dumps(other)}, which is in its head line"
+        raise ValueError(f"it has one column only; inputs and a target are needed{hint}")
     indices = [head.index(name) for name in chosen]
     x = torch.tensor([[_number(row[i], line, head[i]) for i in indices] for line, row in body], dtype=torch.float32)
     return x, _target([(line, row[head.index(target_column)].strip()) for line, row in body], target_column, classes)

@@ -45,6 +45,25 @@ def varied_label(paths: Sequence[tuple[str, ...]], values: Sequence[Node]) -> st
     return " ".join(parts)
 
 
+def varied_config(paths: Sequence[tuple[str, ...]], values: Sequence[Node]) -> dict[str, Node]:
+    """Return what varies inside of models, data and the like, such as a dropout, to be noted in the job's `config`.
+
+    Hyper-parameters and plain fields are not in it: tables have them anyway.
+    """
+    inner = {path: value for path, value in zip(paths, values, strict=True) if path == ("model",) or _is_inner(path)}
+    last_parts = [path[-1] for path in paths]
+    return {
+        path[-1] if last_parts.count(path[-1]) == 1 else ".".join(path): value
+        if isinstance(value.value, bool | int | float)
+        else Node(value_text(value), value.line)
+        for path, value in inner.items()
+    }
+
+
+def _is_inner(path: tuple[str, ...]) -> bool:
+    return len(path) > 1 and path[0] not in ("hparams", "config")
+
+
 def entry_labels(entries: Sequence[Node], shared: Node | None) -> list[str]:
     """Return labels for the entries of [[jobs]]: their names, their models if these differ, or what they change."""
     prefix = f"{shared.value} " if shared is not None and isinstance(shared.value, str) else ""

@@ -261,6 +261,11 @@ def _shape_problems(job: Job) -> list[str]:
     if isinstance(job.metrics, Mapping):
         lines += [f"metric {n!r} is {_short(f)}; pass a function" for n, f in job.metrics.items() if not callable(f)]
         lines += [
+            f"metric {n!r} is the class {f.__name__}; pass an object of it, with its arguments: {f.__name__}(...)"
+            for n, f in job.metrics.items()
+            if isinstance(f, type) and hasattr(f, "compute")
+        ]
+        lines += [
             f"metric {n!r} has the name of a history column; call it something else"
             for n in job.metrics
             if n in RESERVED

@@ -79,6 +79,8 @@ class Describer(Walk):
         self.libraries: set[str] = set()
         self.parts: dict[str, Texts] = {}
         """Texts by part: a root, a module of the network, a class, or the globals of a Python module."""
+        self._settings_alone: dict[int, tuple[Any, bool]] = {}
+        """Objects by id, which stay alive here, and whether all of their attributes are settings."""
         self._read_names: set[str] = set()
         self._waiting: dict[str, list[tuple[Path, Any, bool]]] = {}
         """Attributes that are included once their name is mentioned."""
@@ -126,8 +128,17 @@ class Describer(Walk):
                 (called_implicitly and isinstance(code, types.FunctionType)) or name in self._read_names
             )
         if library_of(type(owner)) is not None and not isinstance(owner, _SPACES):
-            return callable(owner) or all(map(_is_setting, places.Attributes((), owner).get().values()))
+            if name.endswith("hash") and isinstance(value, int):
+                return False  # what `hash` returns for texts is another number in each process
+            return callable(owner) or self._has_settings_alone(owner)
         return name in self._read_names
+
+    def _has_settings_alone(self, owner: Any) -> bool:
+        """Return whether all attributes of a library's object are settings; found once, since it has many of them."""
+        if id(owner) not in self._settings_alone:
+            attributes = places.Attributes((), owner).get().values()
+            self._settings_alone[id(owner)] = owner, all(map(_is_setting, attributes))
+        return self._settings_alone[id(owner)][1]
 
     # --- the texts --------------------------------------------------------------------------------------------------
 

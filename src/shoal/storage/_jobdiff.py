@@ -29,6 +29,8 @@ class Differences:
     """Names of new jobs."""
     longer: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Jobs with more `epochs` or `steps` than before: name -> the new number."""
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Jobs whose `config` has more keys, which training does not use: name -> the new config."""
     versions: list[str] = field(default_factory=list)
     """Libraries with a different version."""
     of_jobs: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
@@ -40,6 +42,11 @@ class Differences:
         names.append(name)
         others = f" (and so for {len(names) - 1} more)" if len(names) > 1 else ""
         self.lines[index : index + 1] = [f"job {names[0]!r}{text}{others}"]
+
+    def updates(self) -> dict[str, dict[str, Any]]:
+        """Return what the folder's entries of the same jobs have to take over, by name."""
+        new = {name: {"config": config} for name, config in self.configs.items()}
+        return {name: {**new.get(name, {}), **self.longer.get(name, {})} for name in {**new, **self.longer}}
 
 
 def compare(
@@ -71,6 +78,9 @@ def compare(
     for name in (name for name in new if name in old and name not in changed):
         if extends:
             diff.longer |= {name: longer} if (longer := _longer(old[name], new[name])) else {}
+        before, now = (job[name].get("config", {}) for job in (old, new))
+        if now.keys() - before.keys():
+            diff.configs[name] = before | now
         _compare_job(stored, old[name], current, new[name], diff)
     if not (diff.lines or extends) and list(old) != list(new)[: len(old)]:
         diff.lines.append("the same jobs are in it in another order")
@@ -100,6 +110,12 @@ def _compare_job(
     other = [key for key in fields if _text(old.get(key)) != _text(new.get(key)) and key not in longer]
     for key in other:
         was, now = old.get(key), new.get(key)
+        if key == "config":  # values may be noted later, not changed
+            was, now = (
+                {k: v for k, v in (one or {}).items() if k in (two or {})} for one, two in ((was, now), (now, was))
+            )
+            if _text(was) == _text(now):
+                continue
         if isinstance(was, dict) and isinstance(now, dict):
             was, now = _different_entries(was, now), _different_entries(now, was)
         hashes = key in ("data", "val") and isinstance(was, str) and isinstance(now, str)

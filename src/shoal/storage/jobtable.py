@@ -97,11 +97,11 @@ class JobTable:
         """Return a key for each job, which its checkpoints contain."""
         return [job.get(KEY) or _hash(job) for job in self.jobs]
 
-    def lengthen(self, longer: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give jobs, by name, more epochs or steps. Their checkpoints stay valid."""
+    def update(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give jobs, by name, more epochs or steps, or another config. Their checkpoints stay valid."""
         for job, key in zip(self.jobs, self.keys(), strict=True):
-            if job["name"] in longer:
-                job.update(longer[job["name"]], **{KEY: key})
+            if job["name"] in changes:
+                job.update(changes[job["name"]], **{KEY: key})
 
     def code(self, job: Mapping[str, Any]) -> dict[str, Texts]:
         """Return the description of a job's functions and network, by part."""

@@ -149,10 +149,10 @@ class RunFolder:
         content = read_file(jobs_file, "or, if the jobs are the same, remove this file: it is written again")
         if content is not None:
             stored_table = JobTable.read(content)
-            longer = self._check(members, stored_table, table, changed)
-            stored_table.lengthen(longer)
+            updates = self._check(members, stored_table, table, changed)
+            stored_table.update(updates)
             self._table = stored_table  # the checkpoints have its keys
-            self._add(members, table, changed=bool(longer))
+            self._add(members, table, changed=bool(updates))
         else:
             self._add(members, table)
         atomic.remove_left_overs(self.path)
@@ -192,8 +192,8 @@ class RunFolder:
         diff = compare(self._table, table, extends=True, part=True)
         if diff.lines:
             raise OutError(f"out={str(self.path)!r}: {'; '.join(diff.lines)}; add it unchanged, or under another name")
-        self._table.lengthen(diff.longer)
-        self._store_jobs([member], table, changed=bool(diff.longer))
+        self._table.update(diff.updates())
+        self._store_jobs([member], table, changed=bool(diff.updates()))
         self.reopen()
         if not (restored := self.restore(member)):
             self.save_many([member])  # a clone's initial state cannot be built again
@@ -213,8 +213,8 @@ class RunFolder:
     def _check(
         self, members: Sequence[Member], stored: JobTable, current: JobTable, changed: Collection[str]
     ) -> dict[str, dict[str, Any]]:
-        """Raise an OutError if the folder holds other jobs, warn of what is not comparable, and return the longer
-        jobs."""
+        """Raise an OutError if the folder holds other jobs, warn of what is not comparable, and return what its
+        entries take over: longer lengths, other configs."""
         self._recognize(stored, current)
         diff = compare(stored, current, grows=self.grows, extends=self._extends, changed=changed)
         unstable = [m.name for m in members if m.name in diff.other_weights and _draws_elsewhere(m, current)]
@@ -230,7 +230,7 @@ class RunFolder:
             warn(f"out={str(self.path)!r}: {text}")
         if self._extends and (new := extension(diff, stored)):
             say(f"out={str(self.path)!r}: {new}; the rest continues as it was")
-        return diff.longer
+        return diff.updates()
 
     def _recognize(self, stored: JobTable, current: JobTable) -> None:
         """Accept functions whose closures an earlier run of this process in this folder has changed."""

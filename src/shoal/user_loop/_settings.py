@@ -37,6 +37,9 @@ def settings_of_each(settings: Settings, models: Any) -> list[Settings]:
     """
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise JobError("models is a single network; pass a list of them")
+    if not isinstance(models, Sequence | nn.ModuleList):
+        kind = getattr(models, "__name__", type(models).__name__)
+        raise JobError(f"models is {kind}; pass a list of networks, such as [make_net() for _ in range(8)]")
     count = len(models)
     if not count:
         raise JobError("models is empty; pass at least one network")
@@ -75,7 +78,7 @@ def _is_per_member(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def make_member(model: nn.Module, id: int, data: View, device: torch.device, settings: dict[str, Any]) -> Member:
+def make_member(model: Any, id: int, data: View, device: torch.device, settings: dict[str, Any]) -> Member:
     """Return a member with a copy of this network.
 
     Raises:
@@ -83,7 +86,10 @@ def make_member(model: nn.Module, id: int, data: View, device: torch.device, set
     """
     name = f"member {id}"
     if not isinstance(model, nn.Module):
-        raise JobError(f"{name}: the model is a {type(model).__name__}; pass an nn.Module")
+        function = getattr(model, "__name__", None) if callable(model) else None
+        what = f"a {type(model).__name__}; pass an nn.Module"
+        what = what if function is None else f"the function {function}; call it: {function}()"
+        raise JobError(f"{name}: the model is {what}")
     job_settings = dict(settings)
     seed = plain_int(job_settings.pop("seeds"))
     seed = id if seed is None else seed
@@ -140,5 +146,5 @@ def device_of(models: Sequence[nn.Module], device: str | torch.device | None) ->
 
     if device is not None:
         return pick_device(device)
-    first = next(models[0].parameters(), None)
+    first = next(models[0].parameters(), None) if isinstance(models[0], nn.Module) else None
     return first.device if first is not None else torch.device("cpu")

@@ -204,17 +204,40 @@ def _with_own_rows(output: Tensor) -> Tensor:
 def joined(outputs: list[Any]) -> Any:
     """Stack one output of each member into one pytree or dataclass, members first.
 
+    Beside tensors, objects that cannot be stacked (the cache of a language model) become a list with one for each.
+
     Raises:
         ValueError: If they have different shapes.
     """
     if is_own_dataclass(outputs[0]) and all(type(output) is type(outputs[0]) for output in outputs):
         return map_fields(joined, outputs)
-    if all(isinstance(output, bool | int | float | str) and output == outputs[0] for output in outputs):
+    if _same_plain(outputs):
         return outputs[0]
     stacked = stack_outputs(outputs)
-    if isinstance(stacked, Unlike):
+    if not isinstance(stacked, Unlike):
+        return stacked
+    (leaves, spec), *others = map(pytree.tree_flatten, outputs)
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
+        kind = type(outputs[0]).__name__
+        raise ValueError(f"outputs of type {kind} cannot be stacked; call each member's own model instead")
+    columns = list(map(list, zip(leaves, *(row for row, _ in others), strict=False)))
+    if any(spec != other for _, other in others) or not all(map(_fits, columns)):
         shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in outputs]
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
-            raise ValueError(f"outputs of type {shapes[0]} cannot be stacked; call each member's own model instead")
         raise ValueError(f"the members' outputs differ ({shapes}); call each member's own model instead")
-    return stacked
+    return pytree.tree_unflatten([_column(column) for column in columns], spec)
+
+
+def _same_plain(values: list[Any]) -> bool:
+    return all(isinstance(value, bool | int | float | str) and value == values[0] for value in values)
+
+
+def _fits(column: list[Any]) -> bool:
+    """Return whether a part of the outputs, one value for each member, can be given back together."""
+    return not any(isinstance(value, Tensor) for value in column) or not isinstance(stack_outputs(column), Unlike)
+
+
+def _column(column: list[Any]) -> Any:
+    if is_own_dataclass(column[0]) or _same_plain(column):
+        return joined(column)
+    stacked = stack_outputs(column)
+    return column if isinstance(stacked, Unlike) else stacked
