@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.engine.equality import TOLERANCE, distance
+from tests.engine.equality import TOLERANCE, distance, reasons
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import shoal
 from shoal.data import Pool, Rows, TensorSource, dataset
@@ -169,6 +170,42 @@ def test_collate_and_items_of_different_length() -> None:
     bare = shoal.Job(model=lambda: nn.Linear(4, 3), data=data, loss=F.cross_entropy, epochs=1)
     with pytest.raises(ValueError, match="job 'job-0': reading the first 23 rows of data raised RuntimeError"):
         shoal.train([bare], device="cpu")
+
+
+class Counting:
+    """A collate function that scales each batch by how many there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, items: list[Any]) -> Any:
+        self.count += 1
+        x, y = default_collate(items)
+        return x * (1 + 0.1 * self.count), y
+
+
+def test_a_collate_that_counts_is_called_for_batches_of_the_training_alone(tmp_path: Path) -> None:
+    def job(**fields: Any) -> shoal.Job:
+        return shoal.Job(model=lambda: nn.Linear(4, 3).double(), data=TensorDataset(X.double(), Y), collate=Counting(),
+                         loss=F.cross_entropy, batch_size=8, epochs=3, hparams={"lr": 0.1}, **fields)  # fmt: skip
+
+    def by_hand(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        model, order, collate = nn.Linear(4, 3).double(), torch.Generator().manual_seed(seed), Counting()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for rows in torch.randperm(23, generator=order).split(8):
+                x, y = collate([(X[row].double(), Y[row]) for row in rows])
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    jobs = [job(seed=seed) for seed in range(2)]
+    assert "its collate changes a state of its own (collate.count)" in reasons(jobs)
+    for _ in range(2):  # the second time, the folder has them
+        for seed, result in enumerate(shoal.train(jobs, device="cpu", out=tmp_path)):
+            assert distance(result.model.state_dict()["weight"], by_hand(seed)["weight"]) <= TOLERANCE
 
 
 def test_multi_input_and_nested_data() -> None:
