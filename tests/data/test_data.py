@@ -122,6 +122,7 @@ def test_a_random_item_depends_on_seed_epoch_and_row_alone(monkeypatch: pytest.M
     assert not torch.equal(alone, source.take(rows, seed=1, epoch=3)[0])
     assert not torch.equal(alone, source.take(rows, seed=2, epoch=2)[0])
     monkeypatch.setattr(dataset, "SLOW_BATCH", 0.0)  # every batch is worth worker processes
+    monkeypatch.setattr(dataset, "SLOW_EPOCH", 0.0)
     fed = torch.cat([batch[0] for batch in source.feed(rows, 2, seed=1, epoch=2)])
     assert torch.equal(alone, fed)
 
@@ -157,6 +158,19 @@ def test_training_on_a_dataset(noise: bool, monkeypatch: pytest.MonkeyPatch) -> 
         assert distance(result.model.state_dict()["weight"], alone.model.state_dict()["weight"]) <= TOLERANCE
     if noise:
         assert reads < 23 * 2 * 2 + 40, "three members with one order read the data more than once"
+
+
+@pytest.mark.parametrize(("seconds", "workers"), [(0.001, False), (0.1, True)])
+def test_workers_are_started_for_epochs_that_take_long(
+    seconds: float, workers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(dataset, "DataLoader", lambda *_, num_workers, **more: started.append(num_workers) or [])
+    source = DatasetSource(Items(), None, CPU)
+    source.item_seconds = seconds
+    with pytest.raises(RuntimeError):  # there are no batches
+        next(source._load([list(range(23))], 0, 0))
+    assert (started[-1] > 0) == workers
 
 
 def test_collate_and_items_of_different_length() -> None:
