@@ -139,3 +139,23 @@ def test_a_warning_names_the_users_line() -> None:
     with pytest.warns(shoal.ShoalWarning, match="data has 16 NaN values") as caught:
         shoal.explain([job], device="cpu")
     assert caught[0].filename == __file__
+
+
+class Unprintable(Exception):
+    """An error whose own `__str__` raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_that_cannot_be_printed_ends_its_own_job_alone() -> None:
+    def broken(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if float(loss.detach()) > 0 and seen.append(None) is None and len(seen) > 3:
+            raise Unprintable
+        return loss
+
+    seen: list[None] = []
+    results = shoal.train([job(), job(step=broken, name="broken")], device="cpu")
+    assert [result.status for result in results] == ["done", "failed"]
+    assert str(results["broken"].error).startswith("Unprintable (")

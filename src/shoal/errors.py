@@ -115,7 +115,10 @@ METRIC_NOTE = "metric "
 def describe(error: BaseException) -> str:
     """Return an exception in one line: its type, the first line of its message and, if known, the row of the
     Dataset or the metric."""
-    text = str(error).strip().splitlines()
+    try:
+        text = str(error).strip().splitlines()
+    except Exception:  # its class cannot print it
+        text = []
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith((ROW_NOTE, METRIC_NOTE))]
     return f"{line} ({notes[0]})" if notes else line

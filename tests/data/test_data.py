@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.engine.equality import TOLERANCE, distance
+from tests.engine.equality import TOLERANCE, distance, reasons
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import shoal
 from shoal.data import Pool, Rows, TensorSource, dataset
@@ -121,6 +122,7 @@ def test_a_random_item_depends_on_seed_epoch_and_row_alone(monkeypatch: pytest.M
     assert not torch.equal(alone, source.take(rows, seed=1, epoch=3)[0])
     assert not torch.equal(alone, source.take(rows, seed=2, epoch=2)[0])
     monkeypatch.setattr(dataset, "SLOW_BATCH", 0.0)  # every batch is worth worker processes
+    monkeypatch.setattr(dataset, "SLOW_EPOCH", 0.0)
     fed = torch.cat([batch[0] for batch in source.feed(rows, 2, seed=1, epoch=2)])
     assert torch.equal(alone, fed)
 
@@ -158,6 +160,19 @@ def test_training_on_a_dataset(noise: bool, monkeypatch: pytest.MonkeyPatch) -> 
         assert reads < 23 * 2 * 2 + 40, "three members with one order read the data more than once"
 
 
+@pytest.mark.parametrize(("seconds", "workers"), [(0.001, False), (0.1, True)])
+def test_workers_are_started_for_epochs_that_take_long(
+    seconds: float, workers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(dataset, "DataLoader", lambda *_, num_workers, **more: started.append(num_workers) or [])
+    source = DatasetSource(Items(), None, CPU)
+    source.item_seconds = seconds
+    with pytest.raises(RuntimeError):  # there are no batches
+        next(source._load([list(range(23))], 0, 0))
+    assert (started[-1] > 0) == workers
+
+
 def test_collate_and_items_of_different_length() -> None:
     def pad(items: list[Any]) -> tuple[Tensor, Tensor]:
         rows = [F.pad(x, (0, 4 - len(x))) for x, _ in items]
@@ -169,6 +184,42 @@ def test_collate_and_items_of_different_length() -> None:
     bare = shoal.Job(model=lambda: nn.Linear(4, 3), data=data, loss=F.cross_entropy, epochs=1)
     with pytest.raises(ValueError, match="job 'job-0': reading the first 23 rows of data raised RuntimeError"):
         shoal.train([bare], device="cpu")
+
+
+class Counting:
+    """A collate function that scales each batch by how many there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, items: list[Any]) -> Any:
+        self.count += 1
+        x, y = default_collate(items)
+        return x * (1 + 0.1 * self.count), y
+
+
+def test_a_collate_that_counts_is_called_for_batches_of_the_training_alone(tmp_path: Path) -> None:
+    def job(**fields: Any) -> shoal.Job:
+        return shoal.Job(model=lambda: nn.Linear(4, 3).double(), data=TensorDataset(X.double(), Y), collate=Counting(),
+                         loss=F.cross_entropy, batch_size=8, epochs=3, hparams={"lr": 0.1}, **fields)  # fmt: skip
+
+    def by_hand(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        model, order, collate = nn.Linear(4, 3).double(), torch.Generator().manual_seed(seed), Counting()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for rows in torch.randperm(23, generator=order).split(8):
+                x, y = collate([(X[row].double(), Y[row]) for row in rows])
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    jobs = [job(seed=seed) for seed in range(2)]
+    assert "its collate changes a state of its own (collate.count)" in reasons(jobs)
+    for _ in range(2):  # the second time, the folder has them
+        for seed, result in enumerate(shoal.train(jobs, device="cpu", out=tmp_path)):
+            assert distance(result.model.state_dict()["weight"], by_hand(seed)["weight"]) <= TOLERANCE
 
 
 def test_multi_input_and_nested_data() -> None:

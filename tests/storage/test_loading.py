@@ -203,7 +203,7 @@ def test_the_command(trained: shoal.Results, folder: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)[1]["values"] == trained["last"].values
     assert main(["results", str(folder), "--csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("name,status,tier,epochs,steps,lr,") and len(lines) == 4
+    assert lines[0].startswith("name,status,tier,epochs,steps,seed,lr,") and len(lines) == 4
     assert main(["results", str(folder), "--csv", "--history"]) == 0
     rows = sum(len(result.history) for result in trained)
     assert len(capsys.readouterr().out.splitlines()) == 1 + rows

@@ -32,6 +32,8 @@ ROWS_AT_ONCE = 64
 """Rows that are read between two looks at the random generators, each of which takes as long as reading many rows."""
 SLOW_BATCH = 0.002
 """Batches that take more seconds than this to read are worth worker processes."""
+SLOW_EPOCH = 0.5
+"""So are epochs that take more than this, since the processes are started anew for each."""
 
 
 class DatasetSource(Source):
@@ -69,6 +71,7 @@ class DatasetSource(Source):
 
     def _load(self, batches: list[list[int]], seed: int, epoch: int) -> Iterator[Any]:
         slow = bool(batches) and self.item_seconds * len(batches[0]) > SLOW_BATCH
+        slow = slow and self.item_seconds * sum(map(len, batches)) > SLOW_EPOCH
         loader: DataLoader[Any] = DataLoader(
             _Seeded(self.items, seed, epoch),
             batch_sampler=batches,

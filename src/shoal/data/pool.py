@@ -41,8 +41,9 @@ class View:
         return self.source.feed(self.rows(torch.arange(len(self))), batch_size)
 
     def take(self, start: int, stop: int) -> Any:
-        """Return the batch of positions `start` to `stop` in the view."""
-        return self.source.take(self.rows(torch.arange(start, stop)))
+        """Return the batch of positions `start` to `stop` in the view, read to try something on it."""
+        with self.source.trying():
+            return self.source.take(self.rows(torch.arange(start, stop)))
 
     def fingerprint(self) -> str:
         """Return a string that is equal for two runs that saw the same rows of the same data."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class Source(ABC):
     """Whether a row is the same when it is read again."""
     note: str = ""
     """What a user may want to know about how this data is read."""
+    trying: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Called for the context in which batches are read that nothing trains on."""
 
     @abstractmethod
     def take(self, rows: Tensor, *, seed: int = 0, epoch: int = 0) -> Any:

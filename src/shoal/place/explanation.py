@@ -33,7 +33,7 @@ def explain(costs: CostModel, chosen: Alternative, every: Sequence[Alternative])
             f"{size(cut.bytes_up(1) + cut.bytes_down(1))} are sent for each row instead: "
             f"{size(chosen.bytes_both)} a step at each worker, {_compare(2 * all_bytes, chosen.bytes_both)} "
             f"all parameters through a server ({size(2 * all_bytes)}). "
-            f"It sends fewer bytes for batches smaller than {pays_below(graph, cut):,}."
+            f"In bytes it pays below batch {pays_below(graph, cut):,}."
         )
     return " ".join(lines) + beside + _fails(graph)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.engine.equality import distance, numbers, reasons
-from torch import nn
+from torch import Tensor, nn
 
 import shoal
 
@@ -42,14 +44,17 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 2)).double()
 
 
-def plain_loop(job: shoal.Job) -> nn.Module:
+def plain_loop(job: shoal.Job, rates: Sequence[float] = ()) -> nn.Module:
+    """`rates`: the learning rate of each epoch, if it changes."""
     torch.manual_seed(job.seed)
     model = network()
     optimizer = job.optimizer(model.parameters(), **job.hparams)
     order = torch.Generator().manual_seed(job.seed)
     random.seed(job.seed)
     np.random.seed(job.seed)
-    for _ in range(3):
+    for epoch in range(3):
+        if rates:
+            optimizer.param_groups[0]["lr"] = rates[epoch]
         for rows in torch.randperm(24, generator=order).split(8):
             optimizer.zero_grad()
             F.mse_loss(model(X[rows]), Y[rows]).backward()
@@ -107,3 +112,64 @@ def test_an_optimizer_that_wraps_another_without_its_init() -> None:
         assert result.status == "done", result.error
         for name, value in plain_loop(job).state_dict().items():
             assert distance(result.model.state_dict()[name], value) < 1e-9, name
+
+
+class WithSlowWeights(Lookahead):
+    """Has a `state_dict()` in a form of its own, as torch_optimizer's Lookahead does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "slow": [slow.clone() for slow in self.slow], "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.count, self.slow = state_dict["count"], [slow.clone() for slow in state_dict["slow"]]
+
+
+def loss_by_number(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Is not stacked, because it branches on a value."""
+    loss = F.mse_loss(outputs, targets)
+    return loss if float(loss.detach()) >= 0 else -loss
+
+
+def with_slow_weights(seed: int, loss: Any = F.mse_loss) -> shoal.Job:
+    return shoal.Job(model=network, data=(X, Y), loss=loss, optimizer=WithSlowWeights, hparams={"lr": 0.1},
+                     batch_size=8, epochs=3, seed=seed, name=f"{seed}")  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "tier"), [(F.mse_loss, "stacked"), (loss_by_number, "serial")])
+def test_a_state_dict_in_a_form_of_its_own_is_resumed(tmp_path: Path, loss: Any, tier: str) -> None:
+    halved: dict[str, Any] = {"schedule": lambda epoch: 0.5**epoch, "schedule_every": "epoch"}
+    jobs = [replace(with_slow_weights(seed, loss), **halved) for seed in range(2)]
+
+    def interrupt(view: shoal.MemberView) -> None:
+        if view.epoch == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", out=tmp_path, checkpoint_every=1e-3, callbacks=[interrupt])
+    results = shoal.train(jobs, device="cpu", out=tmp_path)
+    assert {result.tier for result in results} == {tier}
+    for result, job in zip(results, jobs, strict=True):
+        for name, value in plain_loop(job, rates=[0.1, 0.05, 0.025]).state_dict().items():
+            assert distance(result.model.state_dict()[name], value) < 1e-9, name
+
+
+def test_a_clone_of_an_optimizer_whose_state_dict_has_a_form_of_its_own() -> None:
+    def clone(view: shoal.MemberView) -> None:
+        if view.name == "0" and view.epoch == 1:
+            assert view.run is not None
+            view.run.clone("0", "clone", hparams={"lr": 0.2})
+
+    results = shoal.start([with_slow_weights(0)], device="cpu", callbacks=[clone]).wait()
+    for name, value in plain_loop(with_slow_weights(0), rates=[0.1, 0.2, 0.2]).state_dict().items():
+        assert distance(results["clone"].model.state_dict()[name], value) < 1e-9, name
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, loss_by_number])
+def test_pack_load_begins_an_optimizer_anew_whose_state_dict_has_a_form_of_its_own(loss: Any) -> None:
+    models = [network(), network()]
+    pack = shoal.Pack(models, optimizer=WithSlowWeights, hparams={"lr": 0.1}, loss=loss)
+    pack.step(X, Y)
+    pack.load(0, models[0].state_dict())
+    pack.step(X, Y)
+    assert [pack.optimizer_state(id)["count"] for id in pack.ids] == [1, 2]

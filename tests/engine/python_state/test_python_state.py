@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.python_state import preserve
+from shoal.engine.python_state import places, preserve
 from shoal.engine.python_state.places import path_text
 from shoal.engine.python_state.preserve import PythonState, preserved
 from shoal.engine.python_state.user_code import is_library_class, is_library_function, is_library_module
@@ -310,3 +310,23 @@ def test_paths_tell_all_places_apart() -> None:
     state = PythonState({"step": closure_of([1]), "model": model, "own": own, "both": both}, skip=model)
     paths = [place.path for place in state.places]
     assert len(set(paths)) == len(paths)
+
+
+def test_a_vocabulary_is_not_compared_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, words = {f"word {i}": i + 1000 for i in range(100)}, [f"word {i}" for i in range(100)]
+
+    def encode() -> Any:
+        return vocabulary, words
+
+    state, compared = PythonState({"step": encode}), []
+    same_value = places.same_value
+    monkeypatch.setattr(places, "same_value", lambda a, b: compared.append(a) or same_value(a, b))
+    monkeypatch.setattr(places, "equal_value", lambda a, b: compared.append(a) or a == b)
+    assert not state.changed
+    state.restore()
+    assert len(compared) < 20
+    vocabulary["word 3"] = 0
+    words[3] = ""
+    assert state.changed
+    state.restore()
+    assert vocabulary["word 3"] == 1003 and words[3] == "word 3"

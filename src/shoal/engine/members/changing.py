@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from shoal.engine.members.optimizers import make_optimizer, make_schedule, tryin
 from shoal.engine.members.stretches import Stretch
 from shoal.engine.optim.hparams import all_flags, rule_for, split_hparams
 from shoal.engine.optim.schedules import jump_to
+from shoal.engine.optim.state import in_torch_form, load_optimizer
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 
@@ -77,16 +79,34 @@ def _change_hparams(member: Member, before: Job, without: Collection[str]) -> No
     with draws(member, keep=False):
         fresh = make_optimizer(member.job, member.model)
         old, new = make_optimizer(before, member.model).param_groups, fresh.param_groups
-    for place, group in enumerate(member.optimizer_state["param_groups"]):
-        for key in new[place].keys() - {"params", *without}:
-            was, now = old[place].get(key), new[place][key]
-            if _same(was, now):
-                continue
-            if key == "lr" and member.job.schedule is not None:
-                _scale(member, group, place, was, now)
-            else:
-                group[key] = now
-        _fit_state(member, type(fresh), group, new[place]["params"])
+    with _saved_groups(member) as groups:
+        for place, group in enumerate(groups):
+            for key in new[place].keys() - {"params", *without}:
+                was, now = old[place].get(key), new[place][key]
+                if _same(was, now):
+                    continue
+                if key == "lr" and member.job.schedule is not None:
+                    _scale(member, group, place, was, now)
+                else:
+                    group[key] = now
+            _fit_state(member, type(fresh), group, new[place]["params"])
+
+
+@contextmanager
+def _saved_groups(member: Member) -> Iterator[list[dict[str, Any]]]:
+    """Give the param groups in the member's optimizer state, to be changed.
+
+    Where the state is in a form of the optimizer's own, an optimizer is loaded with it, and asked for it afterwards.
+    """
+    if in_torch_form(member.optimizer_state):
+        yield member.optimizer_state["param_groups"]
+        return
+    with draws(member, keep=False), trying(member.job):
+        optimizer = make_optimizer(member.job, member.model)
+        if member.optimizer_state:
+            load_optimizer(optimizer, member.optimizer_state)
+        yield optimizer.param_groups
+        member.optimizer_state = copy.deepcopy(optimizer.state_dict())
 
 
 def _fit_state(member: Member, kind: type[Optimizer], group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
@@ -111,29 +131,34 @@ def _schedule_anew(member: Member, before: Job, *, fresh: bool) -> None:
     with draws(member, keep=False), trying(member.job), trying(before):
         plain, now, schedule = _groups(member, member.job, moved=True)
         if fresh:
-            member.optimizer_state = {"state": now.pop("state"), "param_groups": now.pop("param_groups")}
+            member.optimizer_state = copy.deepcopy(now.state_dict())
         else:
             old_plain, old, _ = _groups(member, before)
-            pairs = [(old_plain, old["param_groups"]), (plain, now["param_groups"])]
-            for place, group in enumerate(member.optimizer_state["param_groups"]):
-                wanted = now["param_groups"][place]
-                for key in {"lr", *(key for a, b in pairs for key in _differing(a[place], b[place]))}:
-                    if key in wanted:
-                        group[key] = wanted[key]
-                    else:
-                        group.pop(key, None)
+            pairs = [(old_plain, _settings(old)), (plain, _settings(now))]
+            with _saved_groups(member) as groups:
+                for place, group in enumerate(groups):
+                    wanted = pairs[1][1][place]
+                    for key in {"lr", *(key for a, b in pairs for key in _differing(a[place], b[place]))}:
+                        if key in wanted:
+                            group[key] = wanted[key]
+                        else:
+                            group.pop(key, None)
     member.schedule_state = schedule
 
 
-def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
-    """Return the param groups of a job's new optimizer, the optimizer's state with its schedule, and the schedule's
-    state.
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the settings of an optimizer's groups."""
+    return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[str, Any]], Optimizer, Any]:
+    """Return the settings of a job's new optimizer, the optimizer with its schedule, and the schedule's state.
 
     Args:
         moved: Advance the schedule to the member's current step or epoch.
     """
     optimizer = make_optimizer(job, member.model)
-    plain = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    plain = _settings(optimizer)
     schedule = make_schedule(job, optimizer)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # it never steps; torch would warn
     if schedule is not None and moved:
@@ -145,7 +170,7 @@ def _groups(member: Member, job: Job, moved: bool = False) -> tuple[list[dict[st
                 "the clone continues; use a longer one"
             ) from error
     state = None if schedule is None else copy.deepcopy(schedule.state_dict())
-    return plain, copy.deepcopy(optimizer.state_dict()), state
+    return plain, optimizer, state
 
 
 def _move(schedule: Any, member: Member) -> None:

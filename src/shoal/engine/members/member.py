@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.data import Pool, View
+from shoal.data.dataset import DatasetSource
 from shoal.data.source import content_hash
 from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
 from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode
 from shoal.engine.python_state.module_streams import ModuleStreams
+from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
@@ -325,11 +328,14 @@ _PLAIN = (
 def open_data(pool: Pool, job: Job, which: str) -> View:
     """Open the job's `data` or `val`, with errors that name it."""
     try:
-        return pool.open(getattr(job, which), job.collate, job.batch_size, job.drop_last and which == "data")
+        view = pool.open(getattr(job, which), job.collate, job.batch_size, job.drop_last and which == "data")
     except JobError as error:
         raise JobError(*(f"{which} {line}" for line in error.lines)) from None
     except Exception as error:
         raise JobError(f"{which} cannot be opened: it raised {describe(error)}; look at it by itself") from error
+    if isinstance(view.source, DatasetSource) and job.collate is not None:
+        view.source.trying = partial(preserved, {"collate": job.collate})
+    return view
 
 
 @contextmanager

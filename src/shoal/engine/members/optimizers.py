@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from shoal.engine.members.hooks import hooks_set_once
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
-from shoal.engine.optim.state import load_optimizer
+from shoal.engine.optim.state import copy_settings, in_torch_form, load_optimizer
 from shoal.engine.python_state.preserve import preserved
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
@@ -69,7 +69,10 @@ def make_optimizer_again(
     """Create the optimizer and schedule again, with fresh state but the settings and the schedule's place of these."""
     new = make_optimizer(job, model)
     new_schedule = make_schedule(job, new)
-    load_optimizer(new, {**new.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+    if in_torch_form(state := new.state_dict()):
+        load_optimizer(new, {**state, "param_groups": optimizer.state_dict()["param_groups"]})
+    else:
+        copy_settings(new, optimizer)
     if schedule is not None and new_schedule is not None:
         new_schedule.load_state_dict(copy.deepcopy(schedule.state_dict()))
     return new, new_schedule

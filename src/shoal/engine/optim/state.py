@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,14 +62,21 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
     Torch casts them to the dtype of their parameter; in float64 they would then be rounded differently than before.
     States of a parameter's shape get its memory layout.
-    The dicts of groups and state stay the same objects, because an optimizer inside of this one may refer to them.
+    The dicts of groups and state stay the same objects, because an optimizer inside of this one may refer to them, and
+    this one to those of the optimizer inside.
+    A state in a form of the class's own (Lookahead: the inner state and the slow weights) is left to the class.
     """
-    groups, entries = list(optimizer.param_groups), vars(optimizer).get("state")
+    held = [(o, o.param_groups, list(o.param_groups), vars(o).get("state")) for o in _with_inner(optimizer)]
     optimizer.load_state_dict(dict(state))
-    for place, (group, content) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
-        optimizer.param_groups[place] = _refilled(group, content)
-    if entries is not None:  # otherwise it is a property
-        optimizer.state = _refilled(entries, optimizer.state)
+    for one, groups, dicts, entries in held:
+        pairs = zip(dicts, one.param_groups, strict=False)
+        groups[:] = [*(_refilled(group, content) for group, content in pairs), *one.param_groups[len(dicts) :]]
+        if "param_groups" in vars(one):  # otherwise it is a property
+            one.param_groups = groups
+        if entries is not None:
+            one.state = _refilled(entries, one.state)
+    if not in_torch_form(state):
+        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, param in zip(indices, params, strict=True):
@@ -81,6 +88,25 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 optimizer.state[param][name] = loaded.to(value.dtype)
             elif _has_other_layout(loaded, param):
                 optimizer.state[param][name] = torch.empty_like(param, dtype=loaded.dtype).copy_(loaded)
+
+
+def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield an optimizer and those that it wraps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):
+            yield from _with_inner(value)
+
+
+def in_torch_form(state: Mapping[str, Any]) -> bool:
+    """Return whether a `state_dict()` has the entries that torch's optimizers give it."""
+    return "state" in state and "param_groups" in state
+
+
+def copy_settings(optimizer: Optimizer, other: Optimizer) -> None:
+    """Give the groups of an optimizer the settings of another one's groups."""
+    for group, settings in zip(optimizer.param_groups, other.param_groups, strict=True):
+        group.update(copy.deepcopy({name: value for name, value in settings.items() if name != "params"}))
 
 
 def _has_other_layout(value: Tensor, param: Tensor) -> bool:

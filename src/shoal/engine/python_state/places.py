@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from shoal.engine.python_state._compare import equal_value, same_value
+from shoal.engine.python_state._compare import equal_value, same_objects, same_value
 from shoal.engine.python_state.user_code import is_standard_class
 
 Path = tuple[str, ...]
@@ -226,7 +226,17 @@ class Items(Place):
     def get(self) -> list[tuple[Any, Any]]:
         return list(self.owner.items())
 
+    def changed(self, note: list[tuple[Any, Any]]) -> bool:
+        return not self._holds(note) and super().changed(note)
+
+    def _holds(self, note: list[tuple[Any, Any]]) -> bool:
+        """Whether the mapping holds the same objects; a vocabulary has many items."""
+        now = self.get()
+        return all(same_objects([pair[i] for pair in now], [pair[i] for pair in note]) for i in (0, 1))
+
     def put(self, value: list[tuple[Any, Any]]) -> None:
+        if self._holds(value):
+            return
         wanted = dict(value)
         for key in [key for key in list(self.owner) if key not in wanted]:
             del self.owner[key]
@@ -262,7 +272,7 @@ class Elements(Place):
 
     def put(self, value: list[Any]) -> None:
         now = self.get()
-        if len(now) != len(value) or not all(map(same_value, now, value)):
+        if not same_objects(now, value) and not (len(now) == len(value) and all(map(same_value, now, value))):
             self.owner.clear()
             self.owner.extend(value)
 

@@ -290,6 +290,8 @@ class Walk:
         self._note(places.Items(path, value) if writable else places.ReadOnlyItems(path, value))
         hooks = path[-1].removeprefix(".") in HOOKS  # their keys differ between processes
         for index, (key, item) in enumerate(list(value.items())):
+            if isinstance(item, _PLAIN):  # a vocabulary has many items
+                continue
             self._push(path, f"[#{index}]" if hooks else key_name(key, index), item)
         self._subclass(path, value)
 

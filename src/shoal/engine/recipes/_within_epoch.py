@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from shoal.data.loader import LoaderSource
@@ -19,7 +20,7 @@ from shoal.engine.members.member import draws
 from shoal.engine.members.optimizers import step_on_copy, trying
 from shoal.engine.optim.schedules import ScheduleRunner
 from shoal.engine.python_state.places import path_text
-from shoal.engine.python_state.preserve import preserved
+from shoal.engine.python_state.preserve import PythonState, preserved
 from shoal.engine.python_state.state_walk import Walk
 from shoal.engine.python_state.user_code import is_library_function
 from shoal.engine.python_state.watch import Watch
@@ -59,13 +60,26 @@ def refuse_changes(member: Member, settings: Sequence[Mapping[str, Any]], kind: 
             source.try_reading()
             _refuse_if_changed(step_state, "reading its data")
     elif streamed:
-        member.data.take(0, min(2, member.shape_rows))
-        _refuse_if_changed(step_state, "reading its data")
+        _try_reading(member, step_state)
     if schedule_writes and step_state.shared_with(Walk({"schedule": job.schedule})):
         with preserved({"schedule": job.schedule}):
             _try_schedule(member, ScheduleRunner(settings, kind, job.schedule), step_state)
     if metrics_write and step_state.shared_with(Walk({"metrics": job.metrics})):
         raise Untraceable("a metric, which val_every_steps computes within epochs, may change what its step reads")
+
+
+def _try_reading(member: Member, step_state: Watch) -> None:
+    """Read a few rows twice, and raise Untraceable if that changes what the step reads, or each time the state of the
+    job's collate function, which is saved for jobs alone that are not stacked."""
+    source, rows = member.data.source, member.data.rows(torch.arange(min(2, member.shape_rows)))
+    with source.trying():
+        source.take(rows)
+        _refuse_if_changed(step_state, "reading its data")
+        if member.job.collate is not None and _can_write(member.job.collate):
+            state = PythonState({"collate": member.job.collate})  # after a first call, which may fill a cache
+            source.take(rows)
+            for path in state.changes():
+                raise Untraceable(f"its collate changes a state of its own ({path_text(path)})")
 
 
 def refuse_changes_by_optimizer(member: Member) -> None:
