@@ -211,6 +211,14 @@ def test_why_a_trial_failed_is_one_line_without_its_name() -> None:
     assert any(error.endswith("(and 1 more)") for error in errors)
 
 
+def test_too_few_trials_for_asha_is_a_warning() -> None:
+    """Of 8 one in 3 continues, which is 2, and then none: no trial would train for the 9 epochs."""
+    with pytest.warns(shoal.ShoalWarning, match="num_trials=8 is less than 9: .* to reach max_epochs=9; use more"):
+        study = tune(scheduler="asha", num_trials=8)
+    assert all(trial.state == "pruned" for trial in study.trials)
+    assert any(trial.state == "complete" for trial in tune(scheduler="asha", num_trials=9).trials)
+
+
 def test_a_trial_that_diverges_costs_that_trial_alone() -> None:
     study = tune(space={**SPACE, "lr": [0.1, 1e30]})
     failed = [trial for trial in study.trials if trial.state == "failed"]
@@ -245,6 +253,8 @@ def test_nan_scores_come_last() -> None:
         ({"metric": "gap", "make_job": lambda p: 1 / 0}, "does not say which way is better; .* check its spelling"),
         ({"study_name": "mine"}, "study_name is 'mine', and there is no storage; set storage='sqlite:///study.db', or"),
         ({"space": None}, "no space was given, so make_job is called with a trial"),
+        ({"seed": None}, "seed is None; use a whole number"),
+        ({"seed": "7"}, "seed is '7'; use a whole number"),
         ({"mode": "up"}, "mode is 'up'"),
         ({"max_epochs": 0}, "max_epochs is 0"),
         ({"eta": 1}, "eta is 1"),
