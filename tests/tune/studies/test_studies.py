@@ -252,6 +252,7 @@ def test_nan_scores_come_last() -> None:
         ({"metric": "acuracy"}, "metric is 'acuracy', which trial 0 does not have; it has loss, val_loss, accuracy"),
         ({"metric": "gap", "make_job": lambda p: 1 / 0}, "does not say which way is better; .* check its spelling"),
         ({"study_name": "mine"}, "study_name is 'mine', and there is no storage; set storage='sqlite:///study.db', or"),
+        ({"make_job": lambda t: t.suggest_float("lr", 0, 1)}, "called with a dict of settings; leave space out"),
         ({"space": None}, "no space was given, so make_job is called with a trial"),
         ({"seed": None}, "seed is None; use a whole number"),
         ({"seed": "7"}, "seed is '7'; use a whole number"),

@@ -73,8 +73,16 @@ class Jobs:
         return tuple(names)
 
     def _make(self, given: Any) -> Any:
-        with default_epochs(self._max_epochs):
-            return self._make_job(given)
+        try:
+            with default_epochs(self._max_epochs):
+                return self._make_job(given)
+        except AttributeError as error:
+            if isinstance(given, dict) and "'dict' object has no attribute 'suggest_" in str(error):
+                raise TuneError(
+                    "a space was given, so make_job is called with a dict of settings; leave space out to get a trial. "
+                    f"make_job raised {describe_with_place(error)}"
+                ) from error
+            raise
 
     def _suggest(self, trial: Trial, suggestions: Any) -> Job:
         try:
