@@ -81,6 +81,8 @@ def test_a_study_has_the_best_trials(tmp_path: Path) -> None:
     assert study.to_dict()["best"] is None
     assert study.to_dict()["best_trials"] == [each.number for each in front]
     assert study.table().splitlines()[0].split()[4:6] == ["accuracy", "val_loss"]
+    page = (tmp_path / "s" / "report.html").read_text()
+    assert "<th>accuracy</th><th>val_loss</th>" in page and "Best configuration by accuracy" in page
     assert f"{len(front)} that no other beats" in repr(study)
     assert all(each.name in (tmp_path / "s" / "report.html").read_text() for each in front)
     again = tune("none", num_trials=8, out=tmp_path / "s", **BOTH)

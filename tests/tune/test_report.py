@@ -154,6 +154,22 @@ def test_axes_follow_the_space_and_one_value_does_not_flatten_the_others() -> No
     assert ">0.6</text>" in drawings[2] and ">0.01</text>" not in drawings[2]
 
 
+def test_settings_that_only_some_trials_have() -> None:
+    """Momentum of SGD alone: its axis is one of numbers, with the others below them."""
+    some: list[dict[str, float]] = [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.3}, {"lr": 0.1, "momentum": 0.9}]
+    trials = [Trial(n, params, "complete", {1: 1.0 * n}) for n, params in enumerate(some)]
+    study = Study(
+        objectives=Objectives(("loss",), ("min",)), max_epochs=1, scheduler="none", trials=trials, brackets=[],
+        results=Results([]),
+    )  # fmt: skip
+    assert study.table().splitlines()[2].split() == ["0", "complete", "0", "1", "0", "0.1", "-"]
+    drawing = re.findall(r"<svg.*?</svg>", study_report(trials, [], "loss", "min"), re.S)[2]
+    heights = {
+        text: float(y) for y, text in re.findall(r'<text x="\S+" y="(\S+)" font-size="12">(0.3|0.9|-)</text>', drawing)
+    }
+    assert heights["0.9"] < heights["0.3"] < heights["-"], "down the page"
+
+
 def test_studies_without_values() -> None:
     for trials in ([], [Trial(0, {"lr": 1.0}, "failed", error="no")]):
         page = study_report(trials, [], "loss", "min")

@@ -158,10 +158,17 @@ def test_none() -> None:
         (PBT(), {"num_trials": 4}, "pass space="),
         (PBT(mutate=("rate",)), {"num_trials": 4, "space": {"lr": LR}}, "mutate names 'rate'.* it has lr"),
         (PBT(mutate="lr"), {"num_trials": 4, "space": {"lr": LR}}, "pass a tuple of names"),  # type: ignore[arg-type]
-        (PBT(interval=10), {"num_trials": 4}, "use 1 to max_epochs=9"),
+        (PBT(interval=10), {"num_trials": 4}, "use a whole number, 1 to max_epochs=9"),
+        (PBT(interval=1.5), {"num_trials": 4}, "interval is 1.5; use a whole number"),  # type: ignore[arg-type]
+        (PBT(share="a"), {"num_trials": 4}, "share is 'a'; use a number"),  # type: ignore[arg-type]
+        (PBT(factors=()), {"num_trials": 4}, r"factors is \(\); pass a tuple of numbers above 0"),
+        (PBT(factors=(-1.0,)), {"num_trials": 4}, "numbers above 0"),
+        (PBT(resample=3), {"num_trials": 4}, "resample is 3; it is a probability"),
+        (PBT(mutate=5), {"num_trials": 4, "space": {"lr": LR}}, "mutate is 5; pass a tuple"),  # type: ignore[arg-type]
+        (ASHA(parallel=2.5), {"num_trials": 4}, "parallel is 2.5; .* a whole number"),  # type: ignore[arg-type]
         (ASHA(min_epochs=10), {"num_trials": 4}, "between 1 and max_epochs=9"),
         (Hyperband(eta=1), {}, "2 or more"),
-        (ASHA(parallel=0), {"num_trials": 4}, "use 1 or more"),
+        (ASHA(parallel=0), {"num_trials": 4}, "use a whole number, 1 or more"),
     ],
 )
 def test_mistakes(scheduler: Hyperband, goal: dict[str, Any], words: str) -> None:

@@ -145,6 +145,10 @@ def _mark(series: Series, a: float, b: float, label: str, *, beyond: int) -> str
     return f'<path class="beyond" d="M{a - 4:g} {b:g}h8l-4 {-7 * beyond}z" {style}>{_title(label)}</path>'
 
 
+MISSING: Any = object()
+"""In `parallel`: a value that a row does not have."""
+
+
 def parallel(
     names: Sequence[str],
     rows: Sequence[tuple[Sequence[Any], str, str]],
@@ -155,7 +159,8 @@ def parallel(
     """Draw parallel coordinates: an axis for each name, and a line for each row of values with its colour and label.
 
     Numeric axes named in `log` are logarithmic or linear as given and show all values. Other numeric axes choose by
-    their values, and always include their value in `keep`. Other values are sorted as text.
+    their values, and always include their value in `keep`. Other values are sorted as text. A value that is MISSING is
+    drawn below the others.
     """
     log, keep = log or {}, keep or {}
     if not rows:
@@ -184,6 +189,18 @@ def _column(
 ) -> tuple[list[float], list[tuple[str, float]]]:
     """Return the position of each value on its axis, and the texts along the axis."""
     bottom, top = HEIGHT - 26.0, TOP + 22.0
+    present = [value for value in values if value is not MISSING]
+    if present and len(present) < len(values):
+        heights, ticks = _column_from(present, log, keep, bottom - 20, top)
+        drawn = iter(heights)
+        return [bottom if value is MISSING else next(drawn) for value in values], [*ticks, ("-", bottom)]
+    return _column_from(values, log, keep, bottom, top)
+
+
+def _column_from(
+    values: Sequence[Any], log: bool | None, keep: Sequence[float], bottom: float, top: float
+) -> tuple[list[float], list[tuple[str, float]]]:
+    """Return the same, for an axis between these heights."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
     if len(numbers) == len(values):
         low, high = spread(numbers, keep) if log is None else (min(numbers), max(numbers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.errors import TuneError
 from shoal.utils.tables import render
@@ -88,10 +89,15 @@ def hyperband(max_epochs: int, eta: int, limit: int | None = None) -> list[Brack
 
 def check(max_epochs: int, eta: int) -> None:
     """Raise a TuneError unless brackets are possible."""
-    if isinstance(max_epochs, bool) or not isinstance(max_epochs, int) or max_epochs < 1:
+    if not is_count(max_epochs):
         raise TuneError(f"max_epochs is {max_epochs!r}; use a whole number, 1 or more")
-    if isinstance(eta, bool) or not isinstance(eta, int) or eta < 2:
+    if not is_count(eta) or eta < 2:
         raise TuneError(f"eta is {eta!r}; a rung keeps one in eta: use a whole number, 2 or more")
+
+
+def is_count(value: Any) -> bool:
+    """Return whether the value is a whole number, 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def table(brackets: Sequence[Bracket]) -> str:

@@ -37,8 +37,10 @@ class PackedHyperband:
         tables.check(goal.max_epochs, self.eta)
         if self.grouping not in GROUPINGS:
             raise TuneError(f"grouping is {self.grouping!r}; use one of {', '.join(map(repr, GROUPINGS))}")
-        if self.pack_size < 1:
-            raise TuneError(f"pack_size is {self.pack_size!r}; it is how many trials train at once: use 1 or more")
+        if not tables.is_count(self.pack_size):
+            raise TuneError(
+                f"pack_size is {self.pack_size!r}; it is how many trials train at once: use a whole number, 1 or more"
+            )
         if self.grouping == "nearest" and goal.space is None:
             raise TuneError("grouping is 'nearest', which needs a search space to measure distances in; pass space")
 

@@ -7,6 +7,7 @@ random state of one of the best (exploit), and its parameters with some of them 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,18 +43,28 @@ class PBT:
         tables.check(goal.max_epochs, 2)
         if goal.num_trials is None or goal.num_trials < 2:
             raise TuneError(f"num_trials is {goal.num_trials!r}; 'pbt' trains a population: use 2 or more")
-        if self.interval is not None and not 1 <= self.interval <= goal.max_epochs:
-            raise TuneError(f"interval is {self.interval!r}; use 1 to max_epochs={goal.max_epochs}")
-        if not 0 < self.share <= 0.5:
-            raise TuneError(f"share is {self.share!r}; use more than 0 and at most 0.5")
+        self._check_numbers(goal.max_epochs)
         if goal.space is None:
             raise TuneError("'pbt' changes settings within their space, and there is none; pass space=")
         if isinstance(self.mutate, str):
             raise TuneError(f"mutate is {self.mutate!r}; pass a tuple of names: mutate=({self.mutate!r},)")
+        if self.mutate is not None and not isinstance(self.mutate, tuple | list):
+            raise TuneError(f"mutate is {self.mutate!r}; pass a tuple of names, such as mutate=('lr',)")
         unknown = sorted(set(self.mutate or ()) - set(goal.space))
         if unknown:
             names = ", ".join(goal.space)
             raise TuneError(f"mutate names {unknown[0]!r}, which the space does not have; it has {names}")
+
+    def _check_numbers(self, max_epochs: int) -> None:
+        if self.interval is not None and not (tables.is_count(self.interval) and self.interval <= max_epochs):
+            raise TuneError(f"interval is {self.interval!r}; use a whole number, 1 to max_epochs={max_epochs}")
+        if not _is_number(self.share) or not 0 < self.share <= 0.5:
+            raise TuneError(f"share is {self.share!r}; use a number above 0 and at most 0.5")
+        factors: Any = self.factors
+        if not isinstance(factors, tuple | list) or not factors or not all(_is_number(f) and f > 0 for f in factors):
+            raise TuneError(f"factors is {factors!r}; pass a tuple of numbers above 0, such as (0.8, 1.2)")
+        if not _is_number(self.resample) or not 0 <= self.resample <= 1:
+            raise TuneError(f"resample is {self.resample!r}; it is a probability: use a number from 0 to 1")
 
     def brackets(self, goal: Goal) -> list[Bracket]:
         return []
@@ -99,6 +110,10 @@ class PBT:
             return list(self.mutate)
         ranges = [name for name, distribution in goal.space.items() if not isinstance(distribution, Choice)]
         return [name for name in ranges if goal.changeable is None or name in goal.changeable]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _changed(distribution: Float | Int, value: Any, factor: float) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from shoal.reporting.charts import STYLE, Series, chart, parallel
+from shoal.reporting.charts import MISSING, STYLE, Series, chart, parallel
 from shoal.tune.brackets import Bracket
+from shoal.tune.objectives import values_of
 from shoal.tune.trial import Trial
 
 MOST_LINES = 400
@@ -47,6 +48,7 @@ def study_report(
     title: str = "Study",
     notes: Sequence[str] = (),
     log: Mapping[str, bool] | None = None,
+    objectives: Sequence[str] = (),
 ) -> str:
     """Return the study as one HTML page: best configuration, charts, brackets and all trials.
 
@@ -58,11 +60,12 @@ def study_report(
         title: The heading.
         notes: Lines under the heading, such as how long it took.
         log: For settings with a range: whether the range is logarithmic.
+        objectives: The names of all metrics, if there are several; `metric` is the first of them.
     """
     order = ranked(trials, mode)
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="note">{_counts(trials)}</p>']
     parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
-    parts.append(_best(order, metric))
+    parts.append(_best(order, metric, f" by {metric}" if len(objectives) > 1 else ""))
     parts.append('<h2>Charts</h2><div class="charts">')
     parts.append(_figure(_history(trials, metric, mode), "Optimisation history", _HISTORY))
     parts.append(_figure(_curves(order, metric), "Learning curves by rung", _CURVES))
@@ -70,7 +73,7 @@ def study_report(
     parts.append("</div>")
     if brackets:
         parts.append("<h2>Brackets</h2>" + _brackets(brackets, trials))
-    parts.append("<h2>Trials</h2>" + _trials(order, metric))
+    parts.append("<h2>Trials</h2>" + _trials(order, objectives or (metric,)))
     missing = [trial for trial in trials if trial.state == "failed" or math.isnan(trial.value)]
     if missing:
         parts.append("<h2>Failed, or without a value</h2>" + _failed(missing))
@@ -104,14 +107,15 @@ def _counts(trials: Sequence[Trial]) -> str:
     return f"{len(trials)} trials ({counted}), {sum(trial.epochs for trial in trials)} epochs trained"
 
 
-def _best(order: Sequence[Trial], metric: str) -> str:
+def _best(order: Sequence[Trial], metric: str, by: str) -> str:
+    title = f"<h2>Best configuration{escape(by)}</h2>"
     if not order:
-        return "<h2>Best configuration</h2><p>No trial has a value.</p>"
+        return title + "<p>No trial has a value.</p>"
     best = order[0]
     rows = [(name, _text(value)) for name, value in best.settings.items()]
     head = f'<p><span class="big">{_text(best.value)}</span> {escape(metric)}, '
     head += f"trial {best.number} after {best.epochs} epochs</p>"
-    return "<h2>Best configuration</h2>" + head + _table(("setting", "value"), rows) + _code(best.settings)
+    return title + head + _table(("setting", "value"), rows) + _code(best.settings)
 
 
 def _code(settings: Mapping[str, Any]) -> str:
@@ -165,7 +169,7 @@ def _coordinates(order: Sequence[Trial], metric: str, log: Mapping[str, bool] | 
     for rank, trial in enumerate(shown):
         share = 1 - rank / max(1, len(shown) - 1)
         color = f"color-mix(in srgb, var(--accent) {round(100 * share**2)}%, var(--line))"
-        values = [trial.settings.get(name, "-") for name in names] + [trial.value]
+        values = [trial.settings.get(name, MISSING) for name in names] + [trial.value]
         rows.append((values, color, _label(trial, metric)))
     keep = {metric: order[0].value} if order else {}
     return parallel([*names, metric], rows[::-1], log=log, keep=keep)  # draws the best on top
@@ -181,7 +185,7 @@ def _brackets(brackets: Sequence[Bracket], trials: Sequence[Trial]) -> str:
     return _table(("bracket", "plan", "trials"), rows)
 
 
-def _trials(order: Sequence[Trial], metric: str) -> str:
+def _trials(order: Sequence[Trial], metrics: Sequence[str]) -> str:
     names = list(dict.fromkeys(name for trial in order for name in trial.settings))
     rows = [
         (
@@ -189,12 +193,12 @@ def _trials(order: Sequence[Trial], metric: str) -> str:
             trial.state,
             str(trial.bracket),
             str(trial.epochs),
-            _text(trial.value),
+            *map(_text, values_of(trial)),
             *(_text(trial.settings.get(name, "-")) for name in names),
         )
         for trial in order
     ]
-    head = ("trial", "state", "bracket", "epochs", metric, *names)
+    head = ("trial", "state", "bracket", "epochs", *metrics, *names)
     return _folded(head, rows)
 
 

@@ -189,8 +189,10 @@ class ASHA:
 
     def check(self, goal: Goal) -> None:
         _check_rungs(goal.max_epochs, self.eta, self.min_epochs)
-        if self.parallel < 1:
-            raise TuneError(f"parallel is {self.parallel!r}; it is how many trials train at once: use 1 or more")
+        if not tables.is_count(self.parallel):
+            raise TuneError(
+                f"parallel is {self.parallel!r}; it is how many trials train at once: use a whole number, 1 or more"
+            )
         _need_trials(goal, self.name)
 
     def brackets(self, goal: Goal) -> list[Bracket]:
@@ -199,6 +201,10 @@ class ASHA:
     def _rungs(self, goal: Goal) -> list[int]:
         cuts = tables.most_cuts(goal.max_epochs // self.min_epochs, self.eta)
         return [rung.epochs for rung in tables.make_bracket(1, cuts, goal.max_epochs, self.eta).rungs]
+
+    def enough(self, goal: Goal) -> int:
+        """Return the fewest trials of which one certainly reaches `max_epochs`, if none fails."""
+        return int(self.eta ** (len(self._rungs(goal)) - 1))
 
     def until(self, goal: Goal, trial: Trial) -> int:
         return self._rungs(goal)[trial.rung]
@@ -252,7 +258,7 @@ class NoScheduler:
 
 def _check_rungs(max_epochs: int, eta: int, min_epochs: int) -> None:
     tables.check(max_epochs, eta)
-    if isinstance(min_epochs, bool) or not isinstance(min_epochs, int) or not 1 <= min_epochs <= max_epochs:
+    if not tables.is_count(min_epochs) or min_epochs > max_epochs:
         raise TuneError(f"min_epochs is {min_epochs!r}; the first rung is between 1 and max_epochs={max_epochs}")
 
 

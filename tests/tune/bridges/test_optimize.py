@@ -185,6 +185,45 @@ def test_callbacks_see_trials_that_ended() -> None:
     assert seen == [State.COMPLETE] * 2
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_job_that_diverges_is_a_pruned_trial(packed: bool) -> None:
+    """In both loops, and the study continues: large learning rates are usual in a search."""
+
+    def wild(trial: Any) -> Any:
+        lr = 1e30 if trial.number == 1 else 0.01
+        return train_trial(trial, job(lr), "val_loss").value("val_loss")
+
+    study = make_study()
+    if packed:
+        optimize(study, wild, n_trials=3, device="cpu")
+    else:
+        study.optimize(wild, n_trials=3)
+    assert [t.state for t in study.trials] == [State.COMPLETE, State.PRUNED, State.COMPLETE]
+    assert study.trials[1].user_attrs["error"].startswith("it diverged: the loss became")
+
+
+def test_stop_ends_the_study_after_its_group() -> None:
+    def stopping(trial: Any) -> Any:
+        if trial.number == 1:
+            trial.study.stop()
+        return objective(trial)
+
+    by_objective, by_callback = make_study(), make_study()
+    optimize(by_objective, stopping, n_trials=6, at_once=2, device="cpu")
+    assert [t.state for t in by_objective.trials] == [State.COMPLETE] * 2
+    most = optuna.study.MaxTrialsCallback(4, states=(State.COMPLETE,))
+    optimize(by_callback, objective, n_trials=8, at_once=2, callbacks=[most], device="cpu")
+    assert len(by_callback.trials) == 4
+    optimize(by_callback, objective, n_trials=2, device="cpu")  # a stop before does not count
+    assert len(by_callback.trials) == 6
+
+
+def test_a_grid_of_optuna_ends_the_study() -> None:
+    study = make_study(sampler=optuna.samplers.GridSampler({"lr": [0.01, 0.1]}, seed=1))
+    optimize(study, objective, n_trials=6, at_once=2, device="cpu")
+    assert sorted(t.params["lr"] for t in study.trials) == [0.01, 0.1]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("timeout", "n_trials says"), ("n_jobs", "at_once says"), ("show_progress_bar", "progress=True"),

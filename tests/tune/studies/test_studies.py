@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import random
 from pathlib import Path
@@ -190,9 +191,32 @@ def test_a_make_job_that_raises_costs_that_trial_alone() -> None:
     raised = {t.number for t in study.trials if t.params["momentum"] > 0.6}
     refused = {t.number for t in study.trials if t.params["momentum"] < 0.1}
     assert raised and refused and failed.keys() == raised | refused
-    assert all(failed[n] == "make_job raised ZeroDivisionError: momentum is too large" for n in raised)
-    assert all("batch_size is 0" in str(failed[n]) for n in refused)
+    line = inspect.getsourcelines(picky)[1] + 2
+    why = f"make_job raised ZeroDivisionError: momentum is too large (test_studies.py:{line})"
+    assert all(failed[n] == why for n in raised)
+    assert all(failed[n] == "batch_size is 0; use a whole number, 1 or more" for n in refused)
     assert study.best.number not in failed and all(t.ended for t in study.trials)
+
+
+def test_why_a_trial_failed_is_one_line_without_its_name() -> None:
+    def picky(params: dict[str, Any]) -> shoal.Job:
+        if params["momentum"] > 0.6:
+            return dataclasses.replace(make_job(params), model=lambda: nn.Linear(3, 4))
+        return make_job(params, **({"batch_size": 0, "clip_norm": -1.0} if params["momentum"] < 0.1 else {}))
+
+    study = tune(make_job=picky)
+    errors = {str(t.error) for t in study.trials if t.state == "failed"}
+    assert all(not error.startswith(("trial", "job")) and "\n" not in error for error in errors)
+    assert any(error.startswith("forward raised RuntimeError: mat1 and mat2") for error in errors)
+    assert any(error.endswith("(and 1 more)") for error in errors)
+
+
+def test_too_few_trials_for_asha_is_a_warning() -> None:
+    """Of 8 one in 3 continues, which is 2, and then none: no trial would train for the 9 epochs."""
+    with pytest.warns(shoal.ShoalWarning, match="num_trials=8 is less than 9: .* to reach max_epochs=9; use more"):
+        study = tune(scheduler="asha", num_trials=8)
+    assert all(trial.state == "pruned" for trial in study.trials)
+    assert any(trial.state == "complete" for trial in tune(scheduler="asha", num_trials=9).trials)
 
 
 def test_a_trial_that_diverges_costs_that_trial_alone() -> None:
@@ -218,16 +242,20 @@ def test_nan_scores_come_last() -> None:
         ({"space": {"lr": [], "momentum": [0.1]}}, "lr: "),
         ({"space": {"lr": ("log", -1.0, 1.0)}}, "lr: "),
         ({"space": {}}, "the search space is empty"),
-        ({"make_job": lambda p: 3}, "trial 0: make_job returned a int; return a shoal.Job"),
+        ({"make_job": lambda p: 3}, "trial 0: make_job returned a value of type int; return a shoal.Job"),
+        ({"make_job": lambda p: None}, "trial 0: make_job returned None; return a shoal.Job"),
         ({"make_job": 3}, "make_job is 3; pass a function"),
         ({"make_job": lambda p: make_job(p, epochs=5)}, "epochs=5, and the study trains up to max_epochs=9; leave"),
         ({"make_job": lambda p: make_job(p, steps=5)}, "steps=5, and the study trains up to max_epochs=9"),
-        ({"make_job": lambda p: p["nope"]}, r"no trial could be made: make_job raised KeyError: 'nope' \(and 16 more"),
+        ({"make_job": lambda p: p["nope"]}, r"no trial could be made: make_job raised KeyError: 'nope' \(test_stu"),
         ({"metric": "acuracy", "mode": "max"}, "metric is 'acuracy', which trial 0 does not have; it has loss"),
         ({"metric": "acuracy"}, "metric is 'acuracy', which trial 0 does not have; it has loss, val_loss, accuracy"),
         ({"metric": "gap", "make_job": lambda p: 1 / 0}, "does not say which way is better; .* check its spelling"),
         ({"study_name": "mine"}, "study_name is 'mine', and there is no storage; set storage='sqlite:///study.db', or"),
+        ({"make_job": lambda t: t.suggest_float("lr", 0, 1)}, "called with a dict of settings; leave space out"),
         ({"space": None}, "no space was given, so make_job is called with a trial"),
+        ({"seed": None}, "seed is None; use a whole number"),
+        ({"seed": "7"}, "seed is '7'; use a whole number"),
         ({"mode": "up"}, "mode is 'up'"),
         ({"max_epochs": 0}, "max_epochs is 0"),
         ({"eta": 1}, "eta is 1"),

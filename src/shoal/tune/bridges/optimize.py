@@ -17,7 +17,8 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +63,7 @@ def train_trial(trial: Any, job: Job, metric: str, *, first_step: int = 1, **set
         settings: Settings of `shoal.train`, if the trial is trained alone.
 
     Raises:
-        optuna.TrialPruned: If the study's pruner ended the training.
+        optuna.TrialPruned: If the study's pruner ended the training, or the job diverged before it had a value.
         TrainingFailed: If the job failed.
     """
     if not isinstance(job, Job):
@@ -100,7 +101,8 @@ def optimize(
         at_once: How many of them are drawn, and trained, at the same time. The sampler learns from a group when it
             has ended.
         catch: Exceptions that fail only their trial. Others end the study when the current trials have ended.
-        callbacks: Called with the study and the trial when a trial has ended.
+        callbacks: Called with the study and the trial when a trial has ended. `study.stop()` in one of them, in an
+            objective or in a sampler ends the study after the current group.
         settings: Settings of `shoal.train`, such as device or memory.
     """
     if not callable(getattr(study, "ask", None)) or not callable(getattr(study, "tell", None)):
@@ -116,19 +118,48 @@ def optimize(
         )
     fail_orphans(study)
     caught = (catch,) if isinstance(catch, type) else tuple(catch)
-    for first in range(0, n_trials, at_once):
-        group = [_Objective(_ask(study), objective) for _ in range(min(at_once, n_trials - first))]
-        try:
-            _advance_all(group, settings)
-        except BaseException:
-            for each in group:
-                each.interrupt()
-                each.finish(study)
-            raise
-        errors = [each.finish(study, callbacks) for each in group]
-        for error in errors:
-            if error is not None and not isinstance(error, caught):
-                raise error
+    study._stop_flag = False
+    with _stoppable(study):
+        for first in range(0, n_trials, at_once):
+            group = [_Objective(_ask(study), objective) for _ in range(min(at_once, n_trials - first))]
+            _run_group(study, group, settings, caught, callbacks)
+            if study._stop_flag:
+                break
+
+
+def _run_group(
+    study: Any,
+    group: Sequence[_Objective],
+    settings: dict[str, Any],
+    caught: tuple[type[Exception], ...],
+    callbacks: Sequence[Callable[[Any, Any], None]],
+) -> None:
+    """Run some objectives together, and tell Optuna how they ended. Raise the first exception that is not caught."""
+    try:
+        _advance_all(group, settings)
+    except BaseException:
+        for each in group:
+            each.interrupt()
+            each.finish(study)
+        raise
+    errors = [each.finish(study, callbacks) for each in group]
+    for error in errors:
+        if error is not None and not isinstance(error, caught):
+            raise error
+
+
+@contextmanager
+def _stoppable(study: Any) -> Iterator[None]:
+    """Let this thread call `study.stop()`, as callbacks, objectives and samplers do under `study.optimize`."""
+    flags = getattr(study, "_thread_local", None)
+    before = getattr(flags, "in_optimize_loop", False)
+    if flags is not None:
+        flags.in_optimize_loop = True
+    try:
+        yield
+    finally:
+        if flags is not None:
+            flags.in_optimize_loop = before
 
 
 def _ask(study: Any) -> Any:
@@ -228,7 +259,8 @@ class _Objective:
         _current.objective = self
         try:
             if not self._interrupted:
-                self._value = self._function(self.trial)
+                with _stoppable(getattr(self.trial, "study", None)):
+                    self._value = self._function(self.trial)
         except BaseException as error:
             self._error = error
         finally:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.errors import TuneError, describe
+from shoal.errors import TuneError, describe_with_place
 from shoal.jobs.job import Job
 from shoal.jobs.metric_direction import direction
 from shoal.reporting.callbacks import MemberView
@@ -107,7 +107,7 @@ class _Pack:
                 if not isinstance(job, Job):
                     raise TuneError(f"make_job returned a {type(job).__name__}; return a shoal.Job")
             except Exception as error:
-                row["error"] = f"make_job raised {describe(error)}"
+                row["error"] = f"make_job raised {describe_with_place(error)}"
                 continue
             job.name = f"configuration {number}"
             self._jobs[job.name] = job

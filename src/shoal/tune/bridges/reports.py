@@ -99,6 +99,12 @@ class Request:
             raise TrialPruned(f"pruned after epoch {self.pruned_at}")
         if self.result.status in ("failed", "cancelled"):
             raise TrainingFailed(f"{self.job.name}: {self.result.error or self.result.status}")
+        if self.result.last(self.metric) is None and self.result.status == "diverged":
+            from optuna import TrialPruned
+
+            why = f"it diverged: {self.result.error}"
+            self.trial.set_user_attr("error", why)
+            raise TrialPruned(why)
         if self.result.last(self.metric) is None:
             names = ", ".join(name for row in self.result.history[:1] for name in row)
             raise JobError(f"{self.job.name} has no {self.metric!r}; its history has {names}")

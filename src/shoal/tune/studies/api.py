@@ -34,6 +34,7 @@ from shoal.tune.studies.journal import Journal
 from shoal.tune.studies.progress import StudyView
 from shoal.tune.studies.search import TrialSearch
 from shoal.tune.studies.study import Study
+from shoal.utils.numpy_values import plain_int
 from shoal.utils.tables import say
 
 SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
@@ -107,10 +108,13 @@ def tune(
         raise TuneError(
             f"study_name is {study_name!r}, and there is no storage; set storage='sqlite:///study.db', or leave it out"
         )
+    plain_seed = plain_int(seed)
+    if isinstance(plain_seed, bool) or not isinstance(plain_seed, int):
+        raise TuneError(f"seed is {seed!r}; use a whole number")
     settings = make_settings(device, memory, threads, compile, checkpoint_every, deterministic, policy)
     spec = _make_spec(
         make_job, None if space is None else parse(space), metric, mode, max_epochs, make_scheduler(scheduler, eta),
-        sampler, num_trials, seed,
+        sampler, num_trials, plain_seed,
     )  # fmt: skip
     if out is not None and spec.space is not None:
         spec.space.check_storable()
@@ -168,13 +172,22 @@ def _make_spec(
     count = _num_trials(num_trials, made_sampler.limit, scheduler)
     goal = Goal(max_epochs=max_epochs, mode=first, num_trials=count, seed=seed, space=space)
     scheduler.check(goal)
-    if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
-        line = f"max_epochs={max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; "
-        warn(line + "use more epochs, or scheduler='none' with num_trials")
+    _warn_of_few_trials(scheduler, goal)
     jobs = Jobs(make_job, space, made_sampler, objectives.names, max_epochs)
     if isinstance(scheduler, PBT):
         goal = _with_changeable(goal, scheduler, jobs)
     return _SearchSpec(objectives, space, scheduler, made_sampler, goal, jobs)
+
+
+def _warn_of_few_trials(scheduler: Scheduler, goal: Goal) -> None:
+    """Warn if there is one trial, or none that trains up to the longest."""
+    if isinstance(scheduler, Hyperband) and sum(bracket.size for bracket in scheduler.brackets(goal)) == 1:
+        line = f"max_epochs={goal.max_epochs} is less than eta={scheduler.eta}, so that Hyperband has one trial; "
+        warn(line + "use more epochs, or scheduler='none' with num_trials")
+    if isinstance(scheduler, ASHA) and (goal.num_trials or 0) < scheduler.enough(goal):
+        enough = scheduler.enough(goal)
+        line = f"num_trials={goal.num_trials} is less than {enough}: with eta={scheduler.eta} too few trials may pass "
+        warn(line + f"the rungs for one to reach max_epochs={goal.max_epochs}; use more trials, or a larger min_epochs")
 
 
 def _described(spec: _SearchSpec, sampler: Any) -> dict[str, Any]:

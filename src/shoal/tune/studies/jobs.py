@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shoal.errors import OutError, TuneError, describe
+from shoal.errors import OutError, TuneError, describe_with_place
 from shoal.jobs.averaging import EMA, SWA
 from shoal.jobs.job import Job, default_epochs
 from shoal.tune.distributions import from_optuna
@@ -73,8 +73,16 @@ class Jobs:
         return tuple(names)
 
     def _make(self, given: Any) -> Any:
-        with default_epochs(self._max_epochs):
-            return self._make_job(given)
+        try:
+            with default_epochs(self._max_epochs):
+                return self._make_job(given)
+        except AttributeError as error:
+            if isinstance(given, dict) and "'dict' object has no attribute 'suggest_" in str(error):
+                raise TuneError(
+                    "a space was given, so make_job is called with a dict of settings; leave space out to get a trial. "
+                    f"make_job raised {describe_with_place(error)}"
+                ) from error
+            raise
 
     def _suggest(self, trial: Trial, suggestions: Any) -> Job:
         try:
@@ -84,7 +92,7 @@ class Jobs:
                 raise
             raise TuneError(
                 "no space was given, so make_job is called with a trial (trial.suggest_float ...); pass space= to get "
-                f"a dict. make_job raised {describe(error)}"
+                f"a dict. make_job raised {describe_with_place(error)}"
             ) from error
         finally:
             if not trial.params:
@@ -94,7 +102,8 @@ class Jobs:
     def _checked(self, trial: Trial, given: Any) -> Job:
         job: Any = self._make(given)
         if not isinstance(job, Job):
-            raise TuneError(f"{trial.name}: make_job returned a {type(job).__name__}; return a shoal.Job")
+            what = "None" if job is None else f"a value of type {type(job).__name__}"
+            raise TuneError(f"{trial.name}: make_job returned {what}; return a shoal.Job")
         if job.epochs != self._max_epochs:
             length = f"epochs={job.epochs}" if job.steps is None else f"steps={job.steps}"
             raise TuneError(

@@ -18,7 +18,7 @@ from shoal.data import Pool
 from shoal.engine.members.member import Member
 from shoal.engine.runtime.clones import clone_of
 from shoal.engine.runtime.run import Run
-from shoal.errors import JobError, OutError, TuneError, describe
+from shoal.errors import OF_ONE_JOB, JobError, OutError, TuneError, describe_with_place
 from shoal.jobs.early_stopping import kept_row
 from shoal.jobs.job import Job
 from shoal.preparation.checks import prepare
@@ -106,7 +106,8 @@ class TrialSearch:
             raise
         except Exception as error:
             raise TuneError(
-                f"{trial.name} was begun, and now its make_job raised {describe(error)}; mend it, or use another folder"
+                f"{trial.name} was begun, and now its make_job raised {describe_with_place(error)}; mend it, or use "
+                "another folder"
             ) from error
 
     def _start(self, starts: Sequence[Start], index: int, device: torch.device) -> list[Member]:
@@ -120,8 +121,10 @@ class TrialSearch:
                 jobs[trial.number] = draw()
             except TuneError:
                 raise  # the same for every trial
+            except JobError as error:
+                _no_job(trial, _mistake(error))
             except Exception as error:
-                _no_job(trial, f"make_job raised {describe(error)}" if not isinstance(error, JobError) else str(error))
+                _no_job(trial, f"make_job raised {describe_with_place(error)}")
         members = self._built(jobs, device)
         for i, (number, member) in enumerate(members.items()):
             member.index, member.pause_at = index + i, self._until(self.trials[number])
@@ -149,7 +152,7 @@ class TrialSearch:
                 try:
                     prepare([job], device, self._pool)
                 except JobError as error:
-                    _no_job(self.trials[number], error.lines[0])
+                    _no_job(self.trials[number], _mistake(error))
                     del good[number]
             if len(good) == len(jobs):
                 raise
@@ -312,6 +315,14 @@ class TrialSearch:
 
 def _no_job(trial: Trial, error: str) -> None:
     trial.state, trial.error, trial.attrs["no_job"] = "failed", error, True
+
+
+def _mistake(error: JobError) -> str:
+    """Return the first mistake of a trial's job in one line, without the job's name, and how many more there are."""
+    line = error.lines[0].removeprefix("job: ")
+    of_one = OF_ONE_JOB.match(line)
+    more = len(error.lines) - 1
+    return (of_one[1] if of_one else line) + (f" (and {more} more)" if more else "")
 
 
 def _note_mutation(trial: Trial, source: Trial, params: dict[str, Any]) -> None:

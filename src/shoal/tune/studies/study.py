@@ -186,7 +186,7 @@ class Study:
         name = self.name or ("" if self.folder is None else str(self.folder))
         page = study_report(
             self.trials, self.brackets, self.metric, self.mode, title=f"Search {name}".strip(), notes=notes,
-            log=self._logarithmic(),
+            log=self._logarithmic(), objectives=self.objectives.names,
         )  # fmt: skip
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(page, encoding="utf-8")
@@ -213,7 +213,7 @@ class Study:
         head = ["trial", "state", "bracket", "epochs", *self.objectives.names, *names]
         rows = [
             [str(t.number), t.state, str(t.bracket), str(t.epochs), *(f"{value:.4g}" for value in values_of(t))]
-            + [_short(t.settings.get(name)) for name in names]
+            + [_short(t.settings.get(name, "-")) for name in names]
             for t in valued[:most]
         ]
         counts = Counter(trial.state for trial in self.trials)
