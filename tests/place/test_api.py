@@ -145,6 +145,20 @@ def test_mistakes_are_one_line(settings: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"mode": "fastest"}, {"sync": "gossip"}, {"batch_norm": "mine"}, {"link": "fast"}]
+)
+def test_wrong_names_are_noticed_before_layers_are_timed(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(*arguments: Any) -> Any:
+        raise AssertionError("layers were timed")
+
+    monkeypatch.setattr("shoal.place.api._profiles", timed)
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} is '"):
+        shoal.place(chain(20, 30, 5), torch.randn(4, 20), **settings)
+
+
 class Named(nn.Module):
     """Needs an argument by name."""
 

@@ -101,16 +101,17 @@ def place(
     Raises:
         PlaceError: If the network cannot be traced, or no placement fits the devices.
     """
+    if batch_norm not in ("joined", "own"):
+        raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
+    if sync not in (None, *SYNCS):
+        raise PlaceError(f"sync is {sync!r}; use {', '.join(repr(s) for s in SYNCS)}, or None for the cheapest")
+    _check_mode(mode)
     cluster = _cluster(workers, link, server_link, server_speed, memory, server_memory, cores)
     graph = model if isinstance(model, LayerGraph) else trace_layers(model, sample)
     _check_trains(graph)
     rows = _rows(batch_size, sample, cluster)
     make_profile = partial(_profile, graph, sample, rows, measure, speed)
     worker_profile, server = _profiles(profile, server_profile, make_profile, cluster, device)
-    if batch_norm not in ("joined", "own"):
-        raise PlaceError(f"batch_norm is {batch_norm!r}; use 'joined' or 'own'")
-    if sync not in (None, *SYNCS):
-        raise PlaceError(f"sync is {sync!r}; use {', '.join(repr(s) for s in SYNCS)}, or None for the cheapest")
     costs = CostModel(
         graph, cluster, rows, worker_profile, server,
         state_factor=_state_factor(optimizer), joins_batch_norm=batch_norm == "joined", sync=sync,
@@ -118,12 +119,16 @@ def place(
     return decide(costs, cut=cut, mode=mode, micro_batches=micro_batches)
 
 
+def _check_mode(mode: str | None) -> None:
+    if mode is not None and mode not in MODES:
+        raise PlaceError(f"mode is {mode!r}; use {', '.join(repr(m) for m in MODES)}, or None for the fastest")
+
+
 def decide(
     costs: CostModel, *, cut: int | str | None = None, mode: Mode | None = None, micro_batches: int | None = None
 ) -> Placement:
     """Return the fastest placement of a cost model, or the best one with this cut or of this mode."""
-    if mode is not None and mode not in MODES:
-        raise PlaceError(f"mode is {mode!r}; use {', '.join(repr(m) for m in MODES)}, or None for the fastest")
+    _check_mode(mode)
     _check_micro_batches(costs, micro_batches)
     all_alternatives = costs.alternatives(micro_batches)
     chosen = _choose(costs, all_alternatives, cut, mode, micro_batches)
