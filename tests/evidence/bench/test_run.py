@@ -94,16 +94,16 @@ def test_json_is_printed_in_place_of_the_table(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "says", "status"),
     [
-        (["vgg"], "no network 'vgg'"),
-        (["tiny", "--ways", "magic"], "no way 'magic'"),
-        (["tiny", "--device", "tpu"], "device is 'tpu'"),
-        (["tiny", "--precision", "fp8"], "precision is 'fp8'"),
+        (["vgg"], "no network 'vgg'", 1),
+        (["tiny", "--ways", "magic"], "no way 'magic'", 1),
+        (["tiny", "--device", "tpu"], "device is 'tpu'", 2),
+        (["tiny", "--precision", "fp8"], "precision is 'fp8'", 1),
     ],
 )
-def test_mistakes_get_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *args, "--quick"]) == 1
+def test_mistakes_get_one_line(args: list[str], says: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *args, "--quick"]) == status
     error = capsys.readouterr().err.strip()
     assert says in error
     assert len(error.splitlines()) == 1
