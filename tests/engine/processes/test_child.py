@@ -48,7 +48,10 @@ def test_several_threads_work_apart(autograd_of_a_gpu_machine: list[int]) -> Non
     torch.set_num_threads(2)
     a = torch.randn(400, 400)
     expected = float((a @ a).exp_().clamp_(max=2).sum())
-    assert compute_in_fork(lambda: (torch.get_num_threads(), float((a @ a).exp_().clamp_(max=2).sum()))) == (2, expected)
+    assert compute_in_fork(lambda: (torch.get_num_threads(), float((a @ a).exp_().clamp_(max=2).sum()))) == (
+        2,
+        expected,
+    )
 
 
 def test_ctrl_c_ends_what_runs_apart(autograd_of_a_gpu_machine: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
