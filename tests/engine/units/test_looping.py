@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_timing_a_step_leaves_nothing_behind() -> None:
         calls.append(1)
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    members = prepare([job(loss=None, step=step, seed=seed, val=None) for seed in range(4)], CPU)
+    members = prepare([job(loss=None, step=step, seed=seed, val=None, epochs=100) for seed in range(4)], CPU)
     before, state = torch.get_rng_state(), [m.rng.get_state() for m in members]
     weights = [p.detach().clone() for p in members[0].model.parameters()]
     assert set(looped(members, {})) == {0, 1, 2, 3}
@@ -151,9 +152,28 @@ def test_timing_a_step_leaves_nothing_behind() -> None:
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(weights, params, strict=True))
 
 
+def test_few_steps_are_looped_without_timing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looping, "_time_step", lambda member: pytest.fail("a step was timed"))
+    assert set(looped(prepare([job(seed=seed) for seed in range(8)], CPU), {}).values()) == {looping.NO_GAIN}
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_lists_that_are_not_timed_could_not_gain(validated: bool) -> None:
+    undecided = 0
+    for members, steps, nodes in itertools.product((2, 3, 8, 32, 1000), (1, 8, 40, 100, 1000), (1, 20, 3000)):
+        gains = [
+            StepTiming(seconds, nodes, 2e-6, reads=False).gain([steps] * members, validated)
+            for seconds in (0.0, 1e-4, 1e-2, 10.0)
+        ]
+        if not looping.can_gain([steps] * members, validated):
+            undecided += 1
+            assert max(gains) <= 0
+    assert 10 < undecided < 70
+
+
 def test_a_step_that_raises_in_its_backward_pass_is_left_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looping, "_num_nodes", lambda loss: 1 / 0)
-    assert looped(prepare([job(), job(seed=1)], CPU), {}) == {}
+    assert looped(prepare([job(epochs=1000, seed=seed) for seed in range(8)], CPU), {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ ASPECTS = (
 """What must be equal for members to share a stack, as far as it is checked without a trace."""
 MOST_KINDS = 100
 """The most kinds of members that one of another kind is compared with, to say in what it differs."""
+NO_GAIN = "a stack would take longer to set up than it could save"
 SURE, UNSURE = 0.7, 0.2
 """The share of a predicted gain that is relied on. It is lower if a step reads numbers out of tensors, since many such
 steps cannot be traced."""
@@ -131,16 +132,33 @@ def _alone_seconds(member: Member) -> float | None:
 def _reason_to_loop(similar: Sequence[Member]) -> str:
     """Return why several members that are alike should train in a loop; empty if a stack should be faster or it is
     not known."""
+    steps, validated, once = (
+        [expected_steps(m) for m in similar],
+        similar[0].val is not None,
+        _share_frozen_part(similar),
+    )
+    if not once and not can_gain(steps, validated):
+        return NO_GAIN
     try:
         timing = _time_step(similar[0])
     except Untraceable as refusal:
         return str(refusal)
     except Exception:  # the same error will end this member in training
         return ""
-    steps = [expected_steps(member) for member in similar]
-    if timing is None or timing.gain(steps, similar[0].val is not None, _share_frozen_part(similar)) > 0:
-        return ""
-    return "a stack would take longer to set up than it could save"
+    return "" if timing is None or timing.gain(steps, validated, once) > 0 else NO_GAIN
+
+
+def can_gain(steps: Sequence[int], validated: bool) -> bool:
+    """Return whether a stack could save more than its set-up costs, whatever the members compute.
+
+    `StepTiming.gain` is at most this much for each node of the graph, so few steps need not be timed.
+
+    Args:
+        steps: The steps of each member.
+        validated: Whether validation has to be traced too.
+    """
+    saved = (NODE + UPDATE) * sum(steps) - STACKED * max(steps)
+    return SURE * saved > SET_UP_NODE * (VALIDATION if validated else 1)
 
 
 def expected_steps(member: Member) -> int:
