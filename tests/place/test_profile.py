@@ -186,6 +186,22 @@ def test_layers_of_other_networks_are_timed_by_themselves(make: object) -> None:
     earlier = timer.run(timer.batch(2), 0.1)
     last = len(graph.layers) - 1
     for chosen in ({last}, set(range(last + 1)), set(range(0, last, 2))):
-        forward, backward = timer.extend(earlier, 2, 6, chosen)
+        forward, backward = timer.extend(earlier, 2, 6, chosen, most=1.0)
         assert len(forward) == len(backward) == last + 1
         assert all(t > 0 for t in forward)
+
+
+@pytest.mark.parametrize(("most", "passes"), [(60.0, 2), (0.0, 1)])
+def test_a_pass_that_takes_long_is_not_repeated(most: float, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample, _ = networks.bert()
+    graph = trace_layers(model, sample)
+    timer = LayerTimer(graph, model.train(), sample, torch.device("cpu"))
+    earlier, runs, one_pass = timer.run(timer.batch(2), 0.1), [], timer._one_pass
+
+    def counted(*arguments: object) -> object:
+        runs.append(1)
+        return one_pass(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(timer, "_one_pass", counted)
+    forward, _ = timer.extend(earlier, 2, 6, set(range(len(graph.layers))), most)
+    assert len(runs) == passes and all(t > 0 for t in forward)

@@ -74,9 +74,10 @@ def time_layers(
             with beside(batch):
                 times.append(timer.run(batch, share))
             continue
-        chosen = timer.quick(expected, max(share, each) / 2)
+        most = max(share, each / 2)
+        chosen = timer.quick(expected, most / 2)
         with beside(timer.batch(FEW)):
-            times.append(timer.extend(times[-1], rows[number - 1], count, chosen))
+            times.append(timer.extend(times[-1], rows[number - 1], count, chosen, most))
     return Measured(tuple(rows), tuple(times))
 
 
@@ -139,14 +140,19 @@ class LayerTimer:
                 chosen.add(index)
         return chosen
 
-    def extend(self, earlier: Times, rows: int, count: int, chosen: set[int]) -> Times:
-        """Return the seconds at `count` rows, given those at `rows`: layers that are not `chosen` are not run."""
+    def extend(self, earlier: Times, rows: int, count: int, chosen: set[int], most: float) -> Times:
+        """Return the seconds at `count` rows, given those at `rows`: layers that are not `chosen` are not run.
+
+        The first pass is not measured, unless it takes more than half of `most` seconds.
+        """
         forward, backward = ([t * count / rows for t in seconds] for seconds in earlier)
         given = self._given(chosen, count)
         if given is not None:
             batch = self.batch(count)
-            self._one_pass(batch, given, chosen)  # unmeasured
+            began = time.perf_counter()
             passes = self._one_pass(batch, given, chosen)
+            if time.perf_counter() - began <= most / 2:
+                passes = self._one_pass(batch, given, chosen)
             for i in chosen:
                 forward[i], backward[i] = self._scale[0] * passes[0][i], self._scale[1] * passes[1][i]
         return forward, backward
