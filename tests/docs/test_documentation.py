@@ -167,6 +167,13 @@ PUBLIC = [
 ]
 
 
+def test_every_example_is_on_its_page() -> None:
+    page = (ROOT / "docs/examples.md").read_text()
+    made_for_others = {"kinds.py", "flowers.csv"}  # read by job files
+    names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} - made_for_others
+    assert [name for name in sorted(names) if f"(../examples/{name})" not in page] == []
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
