@@ -264,6 +264,21 @@ def test_a_language_model_is_the_same_job_in_another_process(tmp_path: Path) -> 
     assert result.status == "done" and len(result.history) == 2
 
 
+def test_a_flag_named_after_a_hash_is_compared(tmp_path: Path) -> None:
+    def job(flag: bool) -> shoal.Job:
+        def built() -> nn.Module:
+            model: Any = gpt2()
+            model.generation_config.use_hash = flag
+            return cast(nn.Module, model)
+
+        data = {"input_ids": IDS, "labels": IDS}
+        return shoal.Job(model=built, data=data, step=lm_step, epochs=1, name="a")
+
+    shoal.train([job(True)], device="cpu", out=tmp_path)
+    with pytest.raises(ValueError, match="use_hash"):
+        shoal.train([job(False)], device="cpu", out=tmp_path)
+
+
 def lm_step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss

@@ -128,7 +128,7 @@ class Describer(Walk):
                 (called_implicitly and isinstance(code, types.FunctionType)) or name in self._read_names
             )
         if library_of(type(owner)) is not None and not isinstance(owner, _SPACES):
-            if name.endswith("hash") and isinstance(value, int):
+            if name.endswith("hash") and type(value) is int:
                 return False  # what `hash` returns for texts is another number in each process
             return callable(owner) or self._has_settings_alone(owner)
         return name in self._read_names
