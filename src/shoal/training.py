@@ -26,7 +26,7 @@ from shoal.engine.python_state.module_modes import in_eval_mode
 from shoal.engine.runtime.commands import Controls
 from shoal.environment import environment
 from shoal.jobs.job import Job
-from shoal.preparation.checks import prepare
+from shoal.preparation.checks import DRY_ROWS, prepare
 from shoal.reporting.callbacks import Callback, Callbacks
 from shoal.reporting.events import Listener, Listeners, MembersRunning, new_event
 from shoal.reporting.progress import progress_for
@@ -35,7 +35,7 @@ from shoal.settings import Settings, make_settings
 from shoal.storage.run_folder import RunFolder
 from shoal.utils import garbage_collection
 from shoal.utils.set_up_times import collected, timed
-from shoal.utils.torch_flags import torch_flags, training_mode
+from shoal.utils.torch_flags import driver_not_started, torch_flags, training_mode
 
 
 def train(
@@ -110,9 +110,12 @@ def carry_out(
     flags = torch_flags(settings.device, 1 if most_threads else settings.threads, settings.deterministic)
     quiet = garbage_collection.frozen()  # from one part of the set-up to the next, and until units are built
     with collected() as times, training_mode(), flags, _open_folder(out, guarded) as folder, quiet:
-        with timed("jobs"), garbage_collection.frozen():
-            prepare_device = torch.device("cpu") if guarded else settings.device
-            members = prepare(jobs, prepare_device) if search is None else search.prepare(prepare_device)
+        with timed("jobs"), garbage_collection.frozen(), driver_not_started():
+            prepare_device, dry_rows = (torch.device("cpu"), DRY_ROWS) if guarded else (settings.device, None)
+            if search is None:
+                members = prepare(jobs, prepare_device, dry_rows=dry_rows)
+            else:
+                members = search.prepare(prepare_device)
         tiers, threads = _restore(folder, members, settings, search)
         with progress_for(members, progress) as progress_display:
             running = MembersRunning()

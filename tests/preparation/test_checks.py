@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils import _pytree as pytree
 
 import shoal
+from shoal.data.rows import Rows
+from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member
 from shoal.preparation import checks
 from shoal.preparation.checks import prepare
@@ -340,6 +343,31 @@ def test_the_dry_step_may_use_a_few_rows_unless_the_step_needs_its_whole_batch(
     sizes: list[int] = []
     monkeypatch.setattr("shoal.preparation.dry_run.step_problems", noted)
     prepare([job(data=(X[:64], Y[:64]), loss=None, step=step)], torch.device("cpu"), dry_rows=4)
-    assert sizes == ([4, 16] if whole else [4])
+    assert sizes == ([6, 16] if whole else [6])  # the rows with the smallest and the largest label are among them
     with pytest.raises(shoal.JobError, match="missing part"):
         prepare([job(model=lambda: Raises(4, 3))], torch.device("cpu"), dry_rows=4)
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+def test_a_dry_step_of_a_few_rows_has_those_with_the_smallest_and_the_largest_number(columns: tuple[int, ...]) -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, y, kinds = batch
+        return F.cross_entropy(model(x), y) + F.embedding(kinds, torch.ones(5, 1)).sum()
+
+    kinds = torch.randint(5, (len(X), *columns))
+    prepare([job(data=(X, Y, kinds), loss=None, step=step)], torch.device("cpu"), dry_rows=4)
+    for wrong in (5, -1):
+        mistaken = kinds.clone()
+        mistaken.view(len(X), -1)[60, -1] = wrong  # far behind the first batch
+        with pytest.raises(shoal.JobError, match="index out of range"):
+            prepare([job(data=(X, Y, mistaken), loss=None, step=step)], torch.device("cpu"), dry_rows=4)
+        elsewhere = Rows((X, Y, mistaken), torch.arange(60))
+        prepare([job(data=elsewhere, loss=None, step=step)], torch.device("cpu"), dry_rows=4)
+
+
+def test_values_that_are_not_numbers_are_counted_also_beside_infinities_and_in_narrow_types() -> None:
+    inf, nan = float("inf"), float("nan")
+    for values, count in (([1.0, -inf, inf], 0), ([1.0, nan, inf], 1), ([nan, nan, 0.0], 2), ([6e4, 6e4, 6e4], 0)):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+            leaves, spec = pytree.tree_flatten((torch.tensor(values).to(dtype),))
+            assert TensorSource(leaves, spec, torch.device("cpu")).num_nan() == count

@@ -20,7 +20,9 @@ from tests.engine.equality import assert_close, numbers
 from torch import nn
 
 import shoal
+from shoal.engine.members.member import Member
 from shoal.engine.runtime.run import Run
+from shoal.preparation.checks import prepare
 from shoal.reference import solo
 from shoal.utils.torch_flags import flush_output, torch_flags
 
@@ -197,3 +199,30 @@ def test_forked_processes_train_also_where_torch_is_built_for_cuda() -> None:
         assert os.wait()[1] == 0
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_preparing_networks_does_not_start_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asks(nn.Linear):
+        """Asks whether a CUDA graph is being captured, as networks of transformers do."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            assert not torch.cuda.is_current_stream_capturing()
+            return super().forward(input)
+
+    def ask() -> bool:
+        asked.append(preparing[0])
+        return False
+
+    def note(*args: Any, **settings: Any) -> list[Member]:
+        preparing[0] = True
+        members = prepare(*args, **settings)
+        preparing[0] = False
+        return members
+
+    asked: list[bool] = []
+    preparing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    monkeypatch.setattr("shoal.training.prepare", note)
+    shoal.train(jobs(model=lambda: Asks(4, 1).double()), device="cpu")
+    assert asked and not any(asked)
+    assert torch.cuda.is_current_stream_capturing is ask

@@ -42,8 +42,12 @@ class View:
 
     def take(self, start: int, stop: int) -> Any:
         """Return the batch of positions `start` to `stop` in the view, read to try something on it."""
+        return self.pick(torch.arange(start, stop))
+
+    def pick(self, order: Tensor) -> Any:
+        """Return the batch of these positions in the view, read to try something on it."""
         with self.source.trying():
-            return self.source.take(self.rows(torch.arange(start, stop)))
+            return self.source.take(self.rows(order))
 
     def fingerprint(self) -> str:
         """Return a string that is equal for two runs that saw the same rows of the same data."""

@@ -31,6 +31,9 @@ from shoal.utils.caches import import_tracer
 from shoal.utils.random_state import restored
 from shoal.utils.torch_flags import start_autograd
 
+DRY_ROWS = 4
+"""Rows of the dry step where another device will train: a whole batch of a large network takes long on a CPU."""
+
 
 def prepare(
     jobs: Sequence[Job], device: torch.device, pool: Pool | None = None, *, dry_rows: int | None = None

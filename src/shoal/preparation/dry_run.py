@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.data import View
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
@@ -25,6 +26,9 @@ from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
 from shoal.utils.random_state import Snapshot
 
+MOST_NUMBERS = 1 << 24
+"""Tensors with more whole numbers are not searched for their smallest and largest."""
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 ONE_VALUE = "Expected more than 1 value per channel"
 """The beginning of batch norm's error for a batch of one."""
 
@@ -57,7 +61,8 @@ def dry_run(member: Member, most_rows: int | None = None) -> tuple[list[str], se
     possible, nothing is tried.
 
     Args:
-        most_rows: Try no more rows than these, unless they show a mistake: then a step may need its whole batch.
+        most_rows: Try only so many rows, beside those with the smallest and the largest whole numbers, unless they show
+            a mistake: then a step may need its whole batch.
     """
     job, n = member.job, member.num_rows
     sizes = [min(member.batch_size, n)]
@@ -70,12 +75,13 @@ def dry_run(member: Member, most_rows: int | None = None) -> tuple[list[str], se
         if state.unrestorable:  # a dry step would use up what the first real step needs
             return [], set()
         columns, random_state = set[str](), Snapshot()
+        extremes = [] if most_rows is None or member.batched else _extreme_rows(member.data)
         for size in sizes:
-            few = size if most_rows is None or member.batched else min(size, most_rows)
-            if few < size and not step_problems(member, few, False, columns):
+            few = size if most_rows is None or member.batched else most_rows + len(extremes)
+            if few < size and not step_problems(member, few, False, columns, first=extremes):
                 continue
-            lines = step_problems(member, size, size != sizes[0], columns)
-            if lines and step_problems(member, size, size != sizes[0], built=True):
+            lines = step_problems(member, size, size != sizes[0], columns, first=extremes)
+            if lines and step_problems(member, size, size != sizes[0], built=True, first=extremes):
                 return lines, set()
         member.modules.used = state.may_draw or random_state.moved()
         if member.val is None:
@@ -96,19 +102,40 @@ def stop_problems(member: Member, columns: set[str]) -> list[str]:
     ]
 
 
+def _extreme_rows(view: View) -> list[int]:
+    """Return the positions of the rows with the smallest and the largest whole number of each tensor, such as an index
+    of an embedding or a label, which may be out of range."""
+    if not isinstance(view.source, TensorSource):
+        return []
+    rows: list[int] = []
+    for leaf in view.source.leaves:
+        if leaf.dtype not in _WHOLE or leaf.layout != torch.strided or not 0 < leaf.numel() <= MOST_NUMBERS:
+            continue
+        numbers = (leaf if view.index is None else leaf[view.index.to(leaf.device)]).flatten(1 if leaf.dim() > 1 else 0)
+        least, most = (numbers, numbers) if leaf.dim() == 1 else (numbers.amin(1), numbers.amax(1))
+        rows += [int(least.argmin()), int(most.argmax())]
+    return list(dict.fromkeys(rows))
+
+
 def step_problems(
-    member: Member, size: int, short: bool, columns: set[str] | None = None, built: bool = False
+    member: Member,
+    size: int,
+    short: bool,
+    columns: set[str] | None = None,
+    built: bool = False,
+    first: Sequence[int] = (),
 ) -> list[str]:
     """Return the mistakes that one step on a batch of `size` rows shows, and add the names that it logs to `columns`.
 
     Args:
         short: The batch stands for the shorter last batch of an epoch.
         built: Build the network again instead of copying it.
+        first: Positions of rows that the batch begins with, before the first rows of the data.
     """
     job = member.job
     model = _similar_model(member, built)
     try:
-        batch = member.data.take(0, size)
+        batch = member.data.pick(torch.tensor(list(dict.fromkeys([*first, *range(size)]))[:size]))
     except ReadError as error:
         return [f"data cannot be read: {error}"]
     except Exception as error:

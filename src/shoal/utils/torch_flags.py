@@ -39,6 +39,21 @@ def backward_prevents_forking() -> bool:
 
 
 @contextmanager
+def driver_not_started() -> Iterator[None]:
+    """Keep networks' code from starting CUDA's driver by asking whether a graph is being captured, as transformers and
+    torch's optimizers do: no process that is forked after that could use a GPU."""
+    ask = torch.cuda.is_current_stream_capturing
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = ask
+
+
+@contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Silence torch's log of operators that fail on fake tensors, since the exception says the same."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")

@@ -207,7 +207,7 @@ class Net(nn.Module):
     def forward(self, x):
         self.count.add_(1)
         place = (self.count > self.limit).long() * 99
-        return self.layers(x) + self.shifts[place]
+        return self.layers(x) + self.shifts[place.view(1)]
 
 x, y = torch.randn(256, 8), torch.randint(4, (256,))
 jobs = [shoal.Job(model=lambda i=i: Net(1500 if i == 3 else 10**9), data=(x, y), loss=F.cross_entropy, batch_size=32,

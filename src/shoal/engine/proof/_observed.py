@@ -46,12 +46,12 @@ def difference(expected: Observed, seen: Observed, trace: Trace, run_rounded: Ca
 
     Args:
         run_rounded: Runs the step from rounded inputs, which shows how much rounding can change. It is called if they
-            differ and part of the step has lower precision than float64.
+            differ by more than the rounding of each value, and part of the step has lower precision than float64.
     """
-    reason, eps = _difference(expected, seen), coarsest(trace)
-    if reason and eps > torch.finfo(torch.float64).eps:
-        return _difference(expected, seen, run_rounded(), eps)
-    return reason
+    eps = coarsest(trace)
+    narrow = eps > torch.finfo(torch.float64).eps
+    reason = _difference(expected, seen, None, eps if narrow else 0.0)
+    return _difference(expected, seen, run_rounded(), eps) if reason and narrow else reason
 
 
 def _difference(expected: Observed, seen: Observed, rounded: Observed | None = None, eps: float = 0.0) -> str:

@@ -31,7 +31,7 @@ from shoal.place.training.members import Lost, Workers
 from shoal.place.training.roles import Built, Roles
 from shoal.place.training.run import PlacedRun
 from shoal.place.training.worker import REPLACED, Replaced, ServerEnded, describe_placed, serve_worker
-from shoal.preparation.checks import prepare
+from shoal.preparation.checks import DRY_ROWS, prepare
 from shoal.reporting.callbacks import Callback, Callbacks
 from shoal.reporting.events import Listener as EventListener
 from shoal.reporting.events import Listeners, new_event
@@ -43,8 +43,6 @@ from shoal.training import carry_out, collect
 from shoal.utils.tables import Log
 from shoal.utils.torch_flags import backward_prevents_forking, torch_flags, training_mode
 
-DRY_ROWS = 4
-"""Rows of the step that is tried before the training: all rows of a large network take long on a server's CPU."""
 Server = Callable[[Built, Placement], Any]
 """Returns the workers of a built job, as a context manager of `Workers`."""
 
