@@ -20,9 +20,11 @@ import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import beginning
 from shoal.engine.processes.guard import NotGuarded, run_guarded
+from shoal.engine.processes.parent import take
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
+from shoal.reference import solo
 from shoal.reporting.events import Event
 from shoal.storage.run_folder import RunFolder
 
@@ -69,7 +71,7 @@ def guarded(made: list[shoal.Job], path: Path, notify: Any = lambda event: None)
         def make(share: Any, planning: PlanningContext, notify: Any, **more: Any) -> Run:
             return Run(share, planning, folder=folder, save_every=0.01, notify=notify, **more)
 
-        run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False), make, requeue, notify)
+        run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False, may_share_weights=True), make, requeue, notify)
     return members
 
 
@@ -114,3 +116,54 @@ def test_a_process_that_has_trained_on_a_cpu_is_not_guarded(
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(NotGuarded):
         guarded(jobs(None), tmp_path)
+
+
+class Frozen(nn.Module):
+    """Two frozen layers with one weight, one of which a step may write to, and a layer that is trained."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.second, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.teacher = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        for layer in (self.first, self.second, self.teacher):
+            layer.requires_grad_(False)
+            layer.weight.copy_(torch.randn(5, 5, generator=generator))
+            layer.bias.zero_()
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.teacher.weight.mul_(0.9)
+        out: Tensor = self.last(self.second(self.first(x)) + self.teacher(x))
+        return out
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_frozen_weights_that_did_not_change_are_not_sent(
+    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(member: Member, state: dict[str, Any]) -> None:
+        kept.append(set(state.get("kept", ())))
+        take(member, state)
+
+    kept: list[set[str]] = []
+    monkeypatch.setattr("shoal.engine.processes.workers.take", note)
+    made = [
+        shoal.Job(
+            model=lambda: Frozen(writes=writes), data=(X, Y), loss=F.cross_entropy, batch_size=8, epochs=2, seed=i,
+            name=f"job {i}", hparams={"lr": 0.1},
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    members = guarded(made, tmp_path)
+    never = {"first.weight", "first.bias", "second.weight", "second.bias", "teacher.bias"}
+    assert kept[-1] == never | (set() if writes else {"teacher.weight"})
+    for member in members:
+        assert member.status == "done"
+        expected = solo(member.job)
+        for name, value in expected.model.state_dict().items():
+            torch.testing.assert_close(member.model.state_dict()[name], value)
+        assert member.model.second.weight is member.model.first.weight

@@ -152,6 +152,7 @@ def _end_failing_member(members: Sequence[Member], child: Guarded, notify: Liste
 class Guarded(WorkerHandle):
     """The child process that trains on a GPU, as its parent sees it."""
 
+    on_device = True
     _ending: ClassVar[list[threading.Thread]] = []
     """Threads that wait for processes which are done."""
 

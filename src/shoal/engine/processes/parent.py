@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pickle
 import signal
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from shoal.engine.members.member import Member
 from shoal.engine.processes import _messages
@@ -18,8 +23,10 @@ _STATE = ("status", "error", "tier", "step", "epoch", "seconds", "batches", "los
 class ParentHandle:
     """The parent of a worker, as the worker sees it: what it sends there."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, frozen: Sequence[Member] = ()) -> None:
+        """`frozen`: the members whose frozen weights the parent has, so that they are sent only if they have moved."""
         self.pipe = pipe
+        self._frozen = {member.index: _frozen_weights(member) for member in frozen}
 
     def send(self, *message: Any) -> None:
         """Send a message. SIGTERM is blocked meanwhile, since a partial message would make all later ones
@@ -44,16 +51,37 @@ class ParentHandle:
 
     def _send_member(self, kind: str, what: Any, member: Member, *, complete: bool) -> None:
         try:
-            self.send(kind, what, give(member, complete=complete))
+            self.send(kind, what, self._without_frozen(member, give(member, complete=complete)))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             state = give(member, complete=False)
             state |= {"status": "failed", "error": f"its state cannot be sent between processes ({describe(error)})"}
             self.send(kind, what, state)
 
+    def _without_frozen(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a complete state without the frozen weights that are as they were when this process was forked."""
+        unchanged = self._frozen.get(member.index, {}).items() & _frozen_weights(member).items()
+        if not unchanged or "whole" not in state:
+            return state
+        sent, kept = {}, []
+        places = {name: place for name, (place, _) in unchanged}
+        for name, value in state["whole"]["model"].items():
+            if isinstance(value, Tensor) and places.get(name) == value.data_ptr():
+                kept.append(name)
+            else:
+                sent[name] = value
+        return {"whole": state["whole"] | {"model": sent}, "kept": kept}
+
     def raised(self, error: Exception) -> None:
         """Make the parent raise the error that ended this worker."""
         is_own = isinstance(error, ShoalError)
         self.send("raised", error if is_own else RuntimeError(f"a worker process raised {describe(error)}"))
+
+
+def _frozen_weights(member: Member) -> dict[str, tuple[int, int]]:
+    """Return by name where the frozen weights of a member are in memory, and how often they were written."""
+    named = member.model.named_parameters(remove_duplicate=False)
+    frozen = ((name, weight) for name, weight in named if not weight.requires_grad and not is_lazy(weight))
+    return {name: (weight.data_ptr(), weight._version) for name, weight in frozen if weight.layout == torch.strided}
 
 
 def give(member: Member, *, complete: bool) -> dict[str, Any]:
@@ -67,7 +95,9 @@ def give(member: Member, *, complete: bool) -> dict[str, Any]:
 def take(member: Member, state: dict[str, Any]) -> None:
     """Apply what `give` returned to a member."""
     if "whole" in state:
-        member.load_state(state["whole"])
+        own = dict(member.model.named_parameters(remove_duplicate=False))
+        kept = {name: own[name] for name in state.get("kept", ())}
+        member.load_state(state["whole"] | {"model": state["whole"]["model"] | kept})
         return
     for name in _STATE:
         setattr(member, name, state[name])

@@ -108,6 +108,9 @@ def run_shared(
 class WorkerHandle:
     """One worker process, as its parent sees it. Some methods run in the worker."""
 
+    on_device = False
+    """Whether the worker trains on another device, so that weights which it does not write stay as they were here."""
+
     def __init__(
         self, members: Sequence[Member], make: Callable[[Sequence[Member], ParentHandle], Run], requeue: Requeue
     ) -> None:
@@ -149,7 +152,8 @@ class WorkerHandle:
 
     def _run_in_worker(self, pipe: Connection) -> None:
         """Run in the worker: train, send events, send members back."""
-        parent, members = ParentHandle(pipe), list(self.members.values())
+        members = list(self.members.values())
+        parent = ParentHandle(pipe, frozen=members if self.on_device else ())
         try:
             make_run = self._prepare(members, parent)
         except Exception as error:
