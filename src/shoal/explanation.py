@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.engine.members.member import Member
+from shoal.engine.members.member import Member, join_data
 from shoal.engine.planning.memory import StepBytes, data_bytes, memory_budget, step_bytes
 from shoal.engine.planning.planner import LEAST, Part, Plan, Request, gain, predict, total_bytes
 from shoal.engine.runtime.planning_context import PlanningContext
@@ -156,6 +156,8 @@ def _explain(
     jobs: Sequence[Job], device: torch.device, measure: bool, memory_limit: int | None, compile: bool | Literal["auto"]
 ) -> Explanation:
     members = prepare(jobs, device)
+    if device.type == "cuda":
+        join_data(members)
     budget = memory_budget(members[0].device, memory_limit)
     planning = PlanningContext(
         members, timed=measure, compile=compile, budget=budget, thorough=True, may_loop=True, may_share_weights=True

@@ -21,6 +21,10 @@ from shoal.errors import JobError
 from shoal.jobs.loaders import gives_batches
 from shoal.utils.numpy_values import tensor_of
 
+MOST_NUMBERS = 1 << 24
+"""Tensors with more whole numbers are not searched for their smallest and largest."""
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
@@ -49,6 +53,18 @@ class View:
         with self.source.trying():
             return self.source.take(self.rows(order))
 
+    def extremes(self) -> list[int]:
+        """Return the positions of the rows with the smallest and the largest whole number of each tensor, such as an
+        index of an embedding or a label, which may be out of range."""
+        positions: list[int] = []
+        for leaf in self.source.leaves if isinstance(self.source, TensorSource) else ():
+            if leaf.dtype not in _WHOLE or leaf.layout != torch.strided or not 0 < leaf.numel() <= MOST_NUMBERS:
+                continue
+            numbers = (leaf if self.index is None else leaf[self.index.to(leaf.device)]).flatten(min(1, leaf.dim() - 1))
+            least, most = (numbers, numbers) if leaf.dim() == 1 else (numbers.amin(1), numbers.amax(1))
+            positions += [int(least.argmin()), int(most.argmax())]
+        return list(dict.fromkeys(positions))
+
     def fingerprint(self) -> str:
         """Return a string that is equal for two runs that saw the same rows of the same data."""
         if self.index is None:
@@ -59,9 +75,10 @@ class View:
         """Return whether the other view has exactly the same rows."""
         if other is None or self.source is not other.source:
             return False
-        if self.index is None or other.index is None:
+        if self.index is None or other.index is None or self.index is other.index:
             return self.index is other.index
-        return self.index is other.index or torch.equal(self.index, other.index)
+        same_ends = len(self.index) == len(other.index) and torch.equal(self.index[:1], other.index[:1])
+        return same_ends and torch.equal(self.index, other.index)
 
 
 class Pool:
@@ -130,7 +147,8 @@ class Pool:
         if key not in self._sources:
             source = next((source for source in self._known if source.holds(leaves, spec)), None)
             moved = [] if source is not None else [self._move(leaf) for leaf in leaves]
-            self._sources[key] = source or TensorSource(moved, spec, self.device, note)
+            owned = all(a is not b for a, b in zip(moved, leaves, strict=False))
+            self._sources[key] = source or TensorSource(moved, spec, self.device, note, owned)
         return self._sources[key]
 
     def _array(self, array: np.ndarray[Any, Any]) -> Tensor:

@@ -62,8 +62,12 @@ class Source(ABC):
 class TensorSource(Source):
     """A pytree of tensors with the same first dimension, on the device."""
 
-    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device, note: str = "") -> None:
+    def __init__(
+        self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device, note: str = "", owned: bool = False
+    ) -> None:
+        """`owned`: whether the tensors are copies of the user's, which no other code changes."""
         self.leaves = leaves
+        self.owned = owned
         self.spec = spec
         self.device = device
         self.length = len(leaves[0])

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.data import View
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
@@ -26,9 +25,6 @@ from shoal.jobs.job import RESERVED, Job
 from shoal.utils.numpy_values import plain_number
 from shoal.utils.random_state import Snapshot
 
-MOST_NUMBERS = 1 << 24
-"""Tensors with more whole numbers are not searched for their smallest and largest."""
-_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 ONE_VALUE = "Expected more than 1 value per channel"
 """The beginning of batch norm's error for a batch of one."""
 
@@ -75,7 +71,7 @@ def dry_run(member: Member, most_rows: int | None = None) -> tuple[list[str], se
         if state.unrestorable:  # a dry step would use up what the first real step needs
             return [], set()
         columns, random_state = set[str](), Snapshot()
-        extremes = [] if most_rows is None or member.batched else _extreme_rows(member.data)
+        extremes = [] if most_rows is None or member.batched else member.data.extremes()
         for size in sizes:
             few = size if most_rows is None or member.batched else most_rows + len(extremes)
             if few < size and not step_problems(member, few, False, columns, first=extremes):
@@ -100,21 +96,6 @@ def stop_problems(member: Member, columns: set[str]) -> list[str]:
         f"stop watches {stop.metric!r}, which its first step does not give; it gives {known}: use one of these, or "
         "log it from the first step on, as NaN where it is not known yet"
     ]
-
-
-def _extreme_rows(view: View) -> list[int]:
-    """Return the positions of the rows with the smallest and the largest whole number of each tensor, such as an index
-    of an embedding or a label, which may be out of range."""
-    if not isinstance(view.source, TensorSource):
-        return []
-    rows: list[int] = []
-    for leaf in view.source.leaves:
-        if leaf.dtype not in _WHOLE or leaf.layout != torch.strided or not 0 < leaf.numel() <= MOST_NUMBERS:
-            continue
-        numbers = (leaf if view.index is None else leaf[view.index.to(leaf.device)]).flatten(1 if leaf.dim() > 1 else 0)
-        least, most = (numbers, numbers) if leaf.dim() == 1 else (numbers.amin(1), numbers.amax(1))
-        rows += [int(least.argmin()), int(most.argmax())]
-    return list(dict.fromkeys(rows))
 
 
 def step_problems(

@@ -71,7 +71,14 @@ def guarded(made: list[shoal.Job], path: Path, notify: Any = lambda event: None)
         def make(share: Any, planning: PlanningContext, notify: Any, **more: Any) -> Run:
             return Run(share, planning, folder=folder, save_every=0.01, notify=notify, **more)
 
-        run_guarded(members, CPU, lambda share: PlanningContext(share, timed=False, may_share_weights=True), make, requeue, notify)
+        run_guarded(
+            members,
+            CPU,
+            lambda share: PlanningContext(share, timed=False, may_share_weights=True),
+            make,
+            requeue,
+            notify,
+        )
     return members
 
 
@@ -146,7 +153,7 @@ def test_frozen_weights_that_did_not_change_are_not_sent(
     writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def note(member: Member, state: dict[str, Any]) -> None:
-        kept.append(set(state.get("kept", ())))
+        kept.append(set(state.get("unsent", ())))
         take(member, state)
 
     kept: list[set[str]] = []

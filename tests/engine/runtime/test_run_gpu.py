@@ -54,6 +54,17 @@ def test_an_index_out_of_range_is_found_on_the_cpu_and_the_device_lives_on() -> 
     assert float(torch.ones(3, device="cuda").sum()) == 3
 
 
+def test_jobs_with_data_of_their_own_are_one_stack() -> None:
+    own = [(torch.randn(37, 6, dtype=torch.float64), Y) for _ in range(3)]
+    jobs = [job(data=data, val=data, seed=i, name=f"{i}") for i, data in enumerate([*own, (own[0][0].clone(), Y)])]
+    results = shoal.train(jobs, device="cuda", compile=False)
+    assert results.plan is not None and len(results.plan.parts) == 1
+    for result, own_job in zip(results, jobs, strict=True):
+        assert result.status == "done" and result.tier == "stacked"
+        for name, value in shoal.solo(own_job, device="cuda").model.state_dict().items():
+            torch.testing.assert_close(result.model.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_the_deterministic_switch() -> None:
     a, b = (shoal.train([job()], device="cuda", deterministic=True)[0].model.state_dict() for _ in range(2))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.data import Pool, View
 from shoal.data.dataset import DatasetSource
+from shoal.data.joining import joined_views
 from shoal.data.source import content_hash
 from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
 from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode
@@ -336,6 +337,12 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
     if isinstance(view.source, DatasetSource) and job.collate is not None:
         view.source.trying = partial(preserved, {"collate": job.collate})
     return view
+
+
+def join_data(members: Sequence[Member]) -> None:
+    """Join data sets of the same form, since a captured step reads one."""
+    for member, view in zip(members, joined_views([member.data for member in members]), strict=True):
+        member.data = view
 
 
 @contextmanager

@@ -62,14 +62,14 @@ class ParentHandle:
         unchanged = self._frozen.get(member.index, {}).items() & _frozen_weights(member).items()
         if not unchanged or "whole" not in state:
             return state
-        sent, kept = {}, []
+        sent, unsent = {}, []
         places = {name: place for name, (place, _) in unchanged}
         for name, value in state["whole"]["model"].items():
             if isinstance(value, Tensor) and places.get(name) == value.data_ptr():
-                kept.append(name)
+                unsent.append(name)
             else:
                 sent[name] = value
-        return {"whole": state["whole"] | {"model": sent}, "kept": kept}
+        return {"whole": state["whole"] | {"model": sent}, "unsent": unsent}
 
     def raised(self, error: Exception) -> None:
         """Make the parent raise the error that ended this worker."""
@@ -96,8 +96,8 @@ def take(member: Member, state: dict[str, Any]) -> None:
     """Apply what `give` returned to a member."""
     if "whole" in state:
         own = dict(member.model.named_parameters(remove_duplicate=False))
-        kept = {name: own[name] for name in state.get("kept", ())}
-        member.load_state(state["whole"] | {"model": state["whole"]["model"] | kept})
+        unsent = {name: own[name] for name in state.get("unsent", ())}
+        member.load_state(state["whole"] | {"model": state["whole"]["model"] | unsent})
         return
     for name in _STATE:
         setattr(member, name, state[name])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from shoal.engine.kernels.loading import loading_common_kernels
-from shoal.engine.members.member import Member
+from shoal.engine.members.member import Member, join_data
 from shoal.engine.members.resuming import beginning
 from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
@@ -96,6 +96,8 @@ class TrainingRun:
 
     def _in_this_process(self, alive: list[Member]) -> None:
         """Plan, report the start, and train in this process, shared with others if that is allowed."""
+        if self.settings.device.type == "cuda" and not (self.controls or self.search):  # they add members with its data
+            join_data(alive)
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._report_start(planning.propose(alive, settings.policy) if alive else None)
