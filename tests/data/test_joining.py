@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
 
-CPU = torch.device("cpu")
+CPU, MOST = torch.device("cpu"), 1 << 20
 
 
 def data(seed: int, rows: int = 20) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def opened(*given: Any) -> list[Any]:
 def test_rows_are_the_same_and_equal_data_is_kept_once() -> None:
     own, fold = data(1), torch.tensor([7, 3, 3, 19])
     views = opened(own, data(2), data(1), Rows(own, fold), data(3, rows=21), (own[0], own[1].float()))
-    joined = joined_views(views)
+    joined: list[Any] = joined_views(views, [], MOST)
     assert joined[0].source is joined[1].source is joined[2].source is joined[3].source
     assert joined[0].source.length == 40
     assert joined[4].source is views[4].source and joined[5].source is views[5].source  # of other forms
@@ -50,7 +50,7 @@ def test_rows_are_the_same_and_equal_data_is_kept_once() -> None:
 
 def test_only_equal_data_needs_no_common_data_set() -> None:
     views = opened(data(1), data(1))
-    joined = joined_views(views)
+    joined: list[Any] = joined_views(views, [], MOST)
     assert joined[0].source is joined[1].source is views[0].source
     assert joined[0].index is None and joined[0].same(joined[1])
 
@@ -59,20 +59,32 @@ def test_data_that_differs_in_one_late_number_stays_apart() -> None:
     x, y = data(1)
     other = x.clone()
     other[-1, -1] += 1
-    a, b = joined_views(opened((x, y), (other, y)))
+    a, b = cast("list[Any]", joined_views(opened((x, y), (other, y)), [], MOST))
     assert torch.equal(a.take(0, 20)[0], x) and torch.equal(b.take(0, 20)[0], other)
 
 
 def test_data_that_its_user_has_on_the_device_is_left_alone() -> None:
-    pool = Pool(CPU)
-    views = [pool.open(data(1)), pool.open(data(2))]
-    assert joined_views(views) == views
+    pool, (x, y), (other, labels) = Pool(CPU), data(1), data(2)
+    views = [pool.open(each) for each in ((x, y), (other, labels), (x, labels), (other, y))]
+    assert joined_views(views, [], MOST) == views
 
 
-def test_data_too_large_to_copy_is_left_apart(monkeypatch: Any) -> None:
-    monkeypatch.setattr("shoal.data.joining.LARGEST", 100)
+def test_validation_data_is_not_kept_a_second_time() -> None:
+    own, other = data(1), data(2)
+    train, val = torch.arange(15), torch.arange(15, 20)
+    views = opened(Rows(own, train), Rows(other, train), Rows(own, val), Rows(other, val), data(3))
+    joined = joined_views(views[:2], [*views[2:], None], MOST)
+    assert len({view.source for view in joined[:4] if view is not None}) == 1
+    assert joined[4] is views[4] and joined[5] is None
+    for before, after in zip(views, joined, strict=False):
+        assert after is not None
+        for a, b in zip(before.take(0, len(before)), after.take(0, len(after)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_data_too_large_to_copy_is_left_apart() -> None:
     views = opened(data(1), data(2), data(1))
-    joined = joined_views(views)
+    joined: list[Any] = joined_views(views, [], 100)
     assert [view.source for view in joined] == [views[0].source, views[1].source, views[0].source]
 
 
@@ -90,7 +102,7 @@ def test_training_on_joined_data_is_training_on_ones_own() -> None:
     for member in members:
         assert isinstance(member.data.source, TensorSource)
         member.data.source.owned = True
-    join_data(members)
+    join_data(members, MOST)
     assert len({member.data.source for member in members}) == 1
     Run(members, PlanningContext(members, timed=False)).go()
     for member in members:

@@ -24,7 +24,7 @@ from shoal.engine.members.member import Member
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
 from shoal.reference import solo
-from shoal.utils.torch_flags import flush_output, torch_flags
+from shoal.utils.torch_flags import driver_not_started, flush_output, torch_flags
 
 X, Y = numbers(1, 32, 4), numbers(2, 32, 1)
 
@@ -225,4 +225,18 @@ def test_preparing_networks_does_not_start_the_driver(monkeypatch: pytest.Monkey
     monkeypatch.setattr("shoal.training.prepare", note)
     shoal.train(jobs(model=lambda: Asks(4, 1).double()), device="cpu")
     assert asked and not any(asked)
+    assert torch.cuda.is_current_stream_capturing is ask
+
+
+def test_two_threads_may_prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> bool:
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    first, second = driver_not_started(), driver_not_started()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.cuda.is_current_stream_capturing()
+    second.__exit__(None, None, None)
     assert torch.cuda.is_current_stream_capturing is ask

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from shoal.data.pool import View
-from shoal.data.source import Source, TensorSource, content_hash
-
-LARGEST = 1 << 33
-"""Data sets of more bytes together are not joined, since that takes their memory twice for a moment."""
-_HASHED_ROWS = 8
-"""Rows that are compared first, so that data sets which differ are found soon."""
+from shoal.data.source import Source, TensorSource
 
 
-def joined_views(views: Sequence[View]) -> list[View]:
-    """Return views of the same rows, in the same order, on as few data sets as possible.
+def joined_views(views: Sequence[View], others: Sequence[View | None], most_bytes: int) -> list[View | None]:
+    """Return views of the same rows, in the same order, on as few data sets as possible: `views`, then `others`.
 
     Data that its user has on the device, and may change there, stays apart.
+
+    Args:
+        others: Views that need not be joined, but whose data sets should not exist twice.
+        most_bytes: Data sets of more bytes together are not joined, since that takes their memory twice for a moment.
     """
     by_form: dict[Hashable, list[TensorSource]] = {}
     for source in dict.fromkeys(view.source for view in views):
@@ -32,8 +31,8 @@ def joined_views(views: Sequence[View]) -> list[View]:
     parts: dict[Source, View] = {}
     for sources in by_form.values():
         if len(sources) > 1:
-            parts |= _join(sources)
-    return [_part(parts[view.source], view) if view.source in parts else view for view in views]
+            parts |= _join(sources, most_bytes)
+    return [_part(parts[v.source], v) if v is not None and v.source in parts else v for v in (*views, *others)]
 
 
 def _can_join(leaf: Tensor) -> bool:
@@ -45,13 +44,13 @@ def _form(source: TensorSource) -> Hashable:
     return str(source.spec), *((leaf.shape, leaf.dtype, leaf.device) for leaf in source.leaves)
 
 
-def _join(sources: Sequence[TensorSource]) -> dict[Source, View]:
+def _join(sources: Sequence[TensorSource], most_bytes: int) -> dict[Source, View]:
     """Return for each of these data sets of one form the part of a common one that has its rows."""
     distinct: list[TensorSource] = []
     place: dict[TensorSource, int] = {}
-    by_first_rows: dict[Hashable, list[int]] = {}
+    by_fingerprint: dict[str, list[int]] = {}
     for source in sources:
-        alike = by_first_rows.setdefault(tuple(content_hash(leaf[:_HASHED_ROWS]) for leaf in source.leaves), [])
+        alike = by_fingerprint.setdefault(source.fingerprint(), [])
         equal = next((i for i in alike if distinct[i].holds(source.leaves, source.spec)), None)
         if equal is None:
             equal = len(distinct)
@@ -59,11 +58,13 @@ def _join(sources: Sequence[TensorSource]) -> dict[Source, View]:
             distinct.append(source)
         place[source] = equal
     first = distinct[0]
-    if len(distinct) == 1:
-        return {source: View(first) for source in sources}
-    if sum(leaf.nbytes for source in distinct for leaf in source.leaves) > LARGEST:
-        return {source: View(distinct[i]) for source, i in place.items()}
-    leaves = [torch.cat(column) for column in zip(*(source.leaves for source in distinct), strict=True)]
+    apart: dict[Source, View] = {source: View(distinct[i]) for source, i in place.items()}
+    if len(distinct) == 1 or sum(leaf.nbytes for source in distinct for leaf in source.leaves) > most_bytes:
+        return apart
+    try:
+        leaves = [torch.cat(column) for column in zip(*(source.leaves for source in distinct), strict=True)]
+    except torch.OutOfMemoryError:
+        return apart
     whole = TensorSource(leaves, first.spec, first.device, first.note, owned=True)
     rows = [torch.arange(i * first.length, (i + 1) * first.length) for i in range(len(distinct))]
     return {source: View(whole, rows[i]) for source, i in place.items()}
@@ -73,4 +74,4 @@ def _part(part: View, view: View) -> View:
     """Return the rows of `view` in the part that its data set has become."""
     if view.index is None:
         return part
-    return View(part.source, view.index if part.index is None else part.index[view.index])
+    return View(part.source, view.index if part.index is None else part.index[view.index.cpu()])

@@ -71,14 +71,18 @@ class View:
             return self.source.fingerprint()
         return f"{self.source.fingerprint()}-{hashlib.sha256(self.index.numpy().tobytes()).hexdigest()[:8]}"
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """A key that is equal for views of the same rows, and different for most others."""
+        return (id(self.source), len(self.index), int(self.index[0])) if self.index is not None else (id(self.source),)
+
     def same(self, other: View | None) -> bool:
         """Return whether the other view has exactly the same rows."""
         if other is None or self.source is not other.source:
             return False
         if self.index is None or other.index is None or self.index is other.index:
             return self.index is other.index
-        same_ends = len(self.index) == len(other.index) and torch.equal(self.index[:1], other.index[:1])
-        return same_ends and torch.equal(self.index, other.index)
+        return self.key == other.key and torch.equal(self.index, other.index)
 
 
 class Pool:
@@ -147,7 +151,7 @@ class Pool:
         if key not in self._sources:
             source = next((source for source in self._known if source.holds(leaves, spec)), None)
             moved = [] if source is not None else [self._move(leaf) for leaf in leaves]
-            owned = all(a is not b for a, b in zip(moved, leaves, strict=False))
+            owned = all(a.device != b.device for a, b in zip(moved, leaves, strict=False))
             self._sources[key] = source or TensorSource(moved, spec, self.device, note, owned)
         return self._sources[key]
 

@@ -71,7 +71,7 @@ def dry_run(member: Member, most_rows: int | None = None) -> tuple[list[str], se
         if state.unrestorable:  # a dry step would use up what the first real step needs
             return [], set()
         columns, random_state = set[str](), Snapshot()
-        extremes = [] if most_rows is None or member.batched else member.data.extremes()
+        extremes = [] if most_rows is None or member.batched or not job.shuffle else member.data.extremes()
         for size in sizes:
             few = size if most_rows is None or member.batched else most_rows + len(extremes)
             if few < size and not step_problems(member, few, False, columns, first=extremes):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
@@ -38,19 +39,30 @@ def backward_prevents_forking() -> bool:
     return torch.cuda.device_count() > 0  # asks the driver without initializing CUDA
 
 
+_replaced: list[Callable[[], bool]] = []
+"""One for each thread that is inside `driver_not_started`; the first is torch's own function."""
+_replacing = threading.Lock()
+
+
 @contextmanager
 def driver_not_started() -> Iterator[None]:
     """Keep networks' code from starting CUDA's driver by asking whether a graph is being captured, as transformers and
     torch's optimizers do: no process that is forked after that could use a GPU."""
-    ask = torch.cuda.is_current_stream_capturing
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    torch.cuda.is_current_stream_capturing = lambda: False
+    with _replacing:
+        _replaced.append(torch.cuda.is_current_stream_capturing)
+        torch.cuda.is_current_stream_capturing = _is_capturing
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = ask
+        with _replacing:
+            own = _replaced[0]
+            _replaced.pop()
+            torch.cuda.is_current_stream_capturing = _is_capturing if _replaced else own
+
+
+def _is_capturing() -> bool:
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use and _replaced[0]()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from io import BytesIO
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import shoal
 from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import beginning
 from shoal.engine.processes.guard import NotGuarded, run_guarded
-from shoal.engine.processes.parent import take
+from shoal.engine.processes.parent import ParentHandle, take
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -174,3 +174,22 @@ def test_frozen_weights_that_did_not_change_are_not_sent(
         for name, value in expected.model.state_dict().items():
             torch.testing.assert_close(member.model.state_dict()[name], value)
         assert member.model.second.weight is member.model.first.weight
+
+
+def test_frozen_weights_that_were_moved_and_changed_are_sent() -> None:
+    """As in a job that trains alone on another device, whose teacher is written through `.data`."""
+    made = [
+        shoal.Job(model=lambda: nn.Linear(5, 512), data=(X, Y), loss=F.cross_entropy, batch_size=8, epochs=1, name=name)
+        for name in "ab"
+    ]
+    for wide in (False, True):
+        for member in prepare(made, CPU):
+            member.model.requires_grad_(False)
+            handle = ParentHandle(Pipe()[0], frozen=[member])
+            for _ in range(8):
+                weight = member.model.double().weight if wide else member.model.to("cpu").weight
+                assert isinstance(weight, nn.Parameter)
+                weight.data = weight.data * 0.9
+                member.model.float()
+            sent = handle._without_frozen(member, {"whole": {"model": member.model.state_dict()}})
+            assert "weight" in sent["whole"]["model"] and "weight" not in sent.get("unsent", ())

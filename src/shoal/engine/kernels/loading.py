@@ -24,7 +24,7 @@ SIDE = 16
 def loading_common_kernels(
     device: torch.device, dtypes: Collection[torch.dtype], network: nn.Module | None = None
 ) -> Iterator[None]:
-    """On a GPU, run common operators on small tensors of these dtypes and float64 in a thread, inside this context.
+    """On a GPU, run common operators on small tensors of these dtypes in a thread, inside this context; float64 last.
 
     When the context ends, the thread stops after the operator that it is at, for which nothing waits.
 
@@ -34,10 +34,10 @@ def loading_common_kernels(
     if device.type != "cuda":
         yield
         return
-    others = sorted(set(dtypes) - {torch.float64}, key=str)
+    ordered = sorted(dtypes, key=lambda dtype: (dtype == torch.float64, str(dtype)))
     kinds = _kinds_of(network) if network is not None else []
     stop = threading.Event()
-    thread = threading.Thread(target=_run, args=(device, [*others, torch.float64], kinds, stop), daemon=True)
+    thread = threading.Thread(target=_run, args=(device, ordered, kinds, stop), daemon=True)
     thread.start()
     try:
         yield

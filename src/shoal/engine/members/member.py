@@ -339,10 +339,16 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
     return view
 
 
-def join_data(members: Sequence[Member]) -> None:
-    """Join data sets of the same form, since a captured step reads one."""
-    for member, view in zip(members, joined_views([member.data for member in members]), strict=True):
-        member.data = view
+def join_data(members: Sequence[Member], free_bytes: int) -> None:
+    """Join data sets of the same form, since a captured step reads one.
+
+    Args:
+        free_bytes: The free memory of their device.
+    """
+    views = joined_views([member.data for member in members], [member.val for member in members], free_bytes // 2)
+    for member, data, val in zip(members, views, views[len(members) :], strict=False):
+        assert data is not None
+        member.data, member.val = data, val
 
 
 @contextmanager

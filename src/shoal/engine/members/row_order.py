@@ -3,7 +3,7 @@ be checked with `is`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,29 +34,28 @@ def _draw(members: Sequence[Member]) -> list[tuple[Tensor, Tensor]]:
     """Return each member's rows for its next epoch, already cut for drop_last, and its generator's state before
     them."""
     orders: list[tuple[Tensor, Tensor]] = []
-    seen: dict[bytes, list[tuple[Member, Tensor, Tensor, Tensor]]] = {}
+    drawn: dict[Hashable, tuple[Tensor, Tensor]] = {}
+    """Orders, and the generator's states after them, by its state before and the number of rows."""
+    cut: dict[Hashable, list[tuple[Member, Tensor]]] = {}
+    """Members and their rows, by their order and what is quickly compared of their data."""
     for member in members:
         before = member.orders.get_state()
         if member.batched:  # its data defines the order
             orders.append((torch.empty(0, dtype=torch.int64), before))
             continue
-        alike = seen.setdefault(before.numpy().tobytes() if member.job.shuffle else b"", [])
-        same_order = next((known for known in alike if len(known[0].data) == len(member.data)), None)
-        if same_order is None:
-            count = len(member.data)
+        start, count = before.numpy().tobytes() if member.job.shuffle else b"", len(member.data)
+        if (start, count) not in drawn:
             order = torch.randperm(count, generator=member.orders) if member.job.shuffle else torch.arange(count)
-        else:
-            order = same_order[1]
-            if member.job.shuffle:
-                member.orders.set_state(same_order[3])
-        same = (
-            known[2] for known in alike if _stretch(known[0]) == _stretch(member) and known[0].data.same(member.data)
-        )
-        rows = next(same, None)
+            drawn[start, count] = order, member.orders.get_state()
+        order, after = drawn[start, count]
+        if member.job.shuffle:
+            member.orders.set_state(after)
+        alike = cut.setdefault((start, member.data.key, _stretch(member)), [])
+        rows = next((rows for known, rows in alike if known.data.same(member.data)), None)
         if rows is None:
             first, last = _stretch(member)
             rows = member.data.rows(order[first:last])
-            alike.append((member, order, rows, member.orders.get_state()))
+            alike.append((member, rows))
         orders.append((rows, before))
     return orders
 

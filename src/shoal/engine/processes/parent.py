@@ -59,13 +59,13 @@ class ParentHandle:
 
     def _without_frozen(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
         """Return a complete state without the frozen weights that are as they were when this process was forked."""
-        unchanged = self._frozen.get(member.index, {}).items() & _frozen_weights(member).items()
-        if not unchanged or "whole" not in state:
+        held = self._frozen.get(member.index, {})
+        if not held or "whole" not in state:
             return state
-        sent, unsent = {}, []
-        places = {name: place for name, (place, _) in unchanged}
+        now, sent, unsent = _frozen_weights(member), {}, []
         for name, value in state["whole"]["model"].items():
-            if isinstance(value, Tensor) and places.get(name) == value.data_ptr():
+            before, after = held.get(name), now.get(name)
+            if before is not None and after is not None and before[1] == after[1] and _is(before[0], after[0], value):
                 unsent.append(name)
             else:
                 sent[name] = value
@@ -77,11 +77,22 @@ class ParentHandle:
         self.send("raised", error if is_own else RuntimeError(f"a worker process raised {describe(error)}"))
 
 
-def _frozen_weights(member: Member) -> dict[str, tuple[int, int]]:
-    """Return by name where the frozen weights of a member are in memory, and how often they were written."""
+def _is(tensor: Tensor, *others: Any) -> bool:
+    """Return whether all of these are the same part of the memory."""
+    return all(
+        isinstance(other, Tensor) and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
+        for other in others
+    )
+
+
+def _frozen_weights(member: Member) -> dict[str, tuple[Tensor, int]]:
+    """Return by name the frozen weights of a member, and how often they were written.
+
+    The tensors share the weights' memory, so that no other tensor can be at the same address while they exist.
+    """
     named = member.model.named_parameters(remove_duplicate=False)
     frozen = ((name, weight) for name, weight in named if not weight.requires_grad and not is_lazy(weight))
-    return {name: (weight.data_ptr(), weight._version) for name, weight in frozen if weight.layout == torch.strided}
+    return {name: (weight.detach(), weight._version) for name, weight in frozen if weight.layout == torch.strided}
 
 
 def give(member: Member, *, complete: bool) -> dict[str, Any]:

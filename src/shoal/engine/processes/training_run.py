@@ -13,7 +13,7 @@ import torch
 from shoal.engine.kernels.loading import loading_common_kernels
 from shoal.engine.members.member import Member, join_data
 from shoal.engine.members.resuming import beginning
-from shoal.engine.planning.memory import memory_budget
+from shoal.engine.planning.memory import free_bytes, memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.processes.guard import NotGuarded, lost_context, run_guarded, to_device
 from shoal.engine.processes.sharing import processes_for, threads_for
@@ -97,7 +97,7 @@ class TrainingRun:
     def _in_this_process(self, alive: list[Member]) -> None:
         """Plan, report the start, and train in this process, shared with others if that is allowed."""
         if self.settings.device.type == "cuda" and not (self.controls or self.search):  # they add members with its data
-            join_data(alive)
+            join_data(alive, free_bytes(self.settings.device))
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._report_start(planning.propose(alive, settings.policy) if alive else None)
@@ -208,6 +208,7 @@ class TrainingRun:
 
 
 def _dtypes(members: Sequence[Member]) -> set[torch.dtype]:
-    """Return the dtypes in which the first member computes, and most likely the others."""
+    """Return the dtypes in which the first member computes and is proven, and most likely the others."""
     dtypes = {p.dtype for member in members[:1] for p in member.model.parameters() if p.is_floating_point()}
-    return dtypes | {torch.bfloat16 for member in members[:1] if member.job.precision == "bf16"}
+    lower = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes | {lower.get(member.job.precision or "", torch.float64) for member in members[:1]}
