@@ -150,6 +150,7 @@ class Result:
             "error": self.error,
             "steps": self.steps,
             "seconds": self.seconds,
+            **{name: getattr(self.job, name) for name in ("seed", "batch_size", "precision")},
             "hparams": dict(self.job.hparams),
             **({"config": dict(self.job.config)} if self.job.config else {}),
             "best_epoch": self.best_epoch,

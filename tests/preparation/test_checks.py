@@ -384,3 +384,38 @@ def test_a_dry_step_of_rows_in_their_order_has_no_others() -> None:
 
     series = job(data=(X, Y, torch.arange(len(X))), loss=None, step=step, shuffle=False)
     prepare([series], torch.device("cpu"), dry_rows=4)
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows as a tokenizer gives them, as Python lists."""
+
+    def __init__(self, *, vary: bool) -> None:
+        self.vary = vary
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": [index % 7] * (5 + self.vary * (index % 3)), "labels": index % 3}
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.EmbeddingBag(8, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        out: Tensor = self.layers(input_ids)
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_of_lists_are_told_how_to_become_tensors(own: bool) -> None:
+    def step(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return F.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+    how: dict[str, Any] = {"loss": None, "step": step} if own else {}
+    with pytest.raises(shoal.JobError, match=r"pad them, or pass a collate= that does"):
+        prepare([job(model=Embeds, data=Tokens(vary=True), **how)], torch.device("cpu"))
+    with pytest.raises(shoal.JobError, match=r"make them tensors .*with_format\('torch'\).*, or pass collate="):
+        prepare([job(model=Embeds, data=Tokens(vary=False), **how)], torch.device("cpu"))

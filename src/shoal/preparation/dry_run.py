@@ -15,13 +15,14 @@ from torch.utils import _pytree as pytree
 from shoal.data.source import TensorSource
 from shoal.engine.members.member import Member, draws, seeded
 from shoal.engine.members.ownership import build_model
-from shoal.engine.members.step import TARGETS, autocast, call_model, evaluating, number, run_step, targets_of
+from shoal.engine.members.step import autocast, call_model, evaluating, number, run_step, targets_of
 from shoal.engine.python_state.module_modes import enter_train_mode
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.tiers.evaluate import ValidationTotals, join_batches, measure, metric_columns
 from shoal.engine.tracing.rate_reads import noting_rate_reads
 from shoal.errors import JobError, ReadError, describe, describe_with_place
 from shoal.jobs.job import RESERVED, Job
+from shoal.preparation import hints
 from shoal.utils.numpy_values import plain_number
 from shoal.utils.random_state import Snapshot
 
@@ -130,7 +131,7 @@ def step_problems(
             try:
                 loss, logs = run_step(job, model, batch)
             except Exception as error:
-                return [_raised(member, "step", error, size, short)]
+                return [_raised(member, "step", error, size, short) + hints.for_lists(batch, error)]
         else:
             if not isinstance(batch, (tuple, list, Mapping)) or len(batch) < 2:
                 return [
@@ -143,7 +144,8 @@ def step_problems(
             try:
                 outputs = call_model(model, batch)
             except Exception as error:
-                return [_other_dtype(model, batch, error) or _raised(member, "forward", error, size, short)]
+                line = _raised(member, "forward", error, size, short) + hints.for_lists(batch, error)
+                return [hints.other_dtype(model, batch, error) or line]
             lines = label_problems(job, outputs, member)
             if lines:
                 return lines
@@ -151,7 +153,7 @@ def step_problems(
             try:
                 loss, logs = job.loss(outputs, targets_of(batch)), {}
             except Exception as error:
-                return [_loss_raised(outputs, targets_of(batch), error)]
+                return [hints.loss_raised(outputs, targets_of(batch), error)]
     if columns is not None:
         columns |= {"loss", *logs}
     return loss_problems(job, loss, logs) or backward_problems(model, loss)
@@ -171,7 +173,8 @@ def read_problems(member: Member, size: int, error: Exception) -> list[str]:
             continue
     if 0 < readable < size:
         return []
-    return [f"reading the first {size} rows of data raised {describe(error)}; read them by themselves to see where"]
+    what = hints.for_lengths(error) or "read them by themselves to see where"
+    return [f"reading the first {size} rows of data raised {describe(error)}; {what}"]
 
 
 def _similar_model(member: Member, built: bool = False) -> nn.Module:
@@ -207,36 +210,6 @@ def _index_problems(member: Member) -> list[str]:
     except Exception:
         return []  # the network may need the GPU: the dry step there decides
     return []
-
-
-def _other_dtype(model: nn.Module, batch: Any, error: Exception) -> str | None:
-    """Return how to fix inputs whose dtype differs from that of the weights, such as NumPy's float64 or bytes."""
-    inputs = [batch[name] for name in batch if name not in TARGETS] if isinstance(batch, Mapping) else batch[:-1]
-    given = {str(x.dtype) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)}
-    expected = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
-    text = str(error)
-    if not any(words in text for words in ("dtype", "and bias type", "and weight type")):
-        return None
-    if len(given) != 1 or len(expected) != 1 or given == expected:
-        return None
-    was, now = (min(dtypes).removeprefix("torch.") for dtypes in (given, expected))
-    how = f"x.to({min(expected)}), an array with x.astype('{now}')"
-    return f"forward raised {describe(error)}: data is {was} and the model {now}; convert it with {how}"
-
-
-def _loss_raised(outputs: Any, targets: Any, error: Exception) -> str:
-    """Return the message for a loss that raises, with how to fix common causes."""
-    line = f"loss raised {describe(error)} (outputs {_shape(outputs)}, targets {_shape(targets)})"
-    if not isinstance(outputs, Tensor):
-        part = "outputs.logits" if hasattr(outputs, "logits") else "a tensor of them"
-        return f"{line}; the model returns a {type(outputs).__name__}: pass a loss(outputs, targets) that takes {part}"
-    if "Long" in str(error) and isinstance(targets, Tensor) and targets.dtype != torch.int64:
-        return f"{line}; targets are {str(targets.dtype).removeprefix('torch.')}: convert class numbers with y.long()"
-    if "Long" in str(error) and isinstance(targets, Tensor) and targets.dtype == torch.int64:
-        return f"{line}; targets are int64: convert them with y.float()"
-    if "multi-target" in str(error) and isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == 1:
-        return f"{line}; pass class numbers without the second dimension: y[:, 0]"
-    return f"{line}; check that they fit each other"
 
 
 def _raised(member: Member, where: str, error: Exception, size: int, short: bool) -> str:
@@ -391,7 +364,3 @@ def _is_number(value: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     return True
-
-
-def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
