@@ -419,3 +419,9 @@ def test_rows_of_lists_are_told_how_to_become_tensors(own: bool) -> None:
         prepare([job(model=Embeds, data=Tokens(vary=True), **how)], torch.device("cpu"))
     with pytest.raises(shoal.JobError, match=r"make them tensors .*with_format\('torch'\).*, or pass collate="):
         prepare([job(model=Embeds, data=Tokens(vary=False), **how)], torch.device("cpu"))
+
+
+def test_half_precision_weights_under_fp16_are_refused() -> None:
+    with pytest.raises(shoal.JobError, match=r"weights are float16.* build the network in float32"):
+        prepare([job(model=lambda: nn.Linear(4, 3).half(), precision="fp16")], torch.device("cpu"))
+    prepare([job(precision="fp16")], torch.device("cpu"))

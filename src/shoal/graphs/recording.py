@@ -66,7 +66,7 @@ def record_calls(model: nn.Module, sample: Any) -> Calls:
                 *({name: [index[i] for i in ends] for name, ends in of.items()} for of in (first.before, first.after)),
             )  # fmt: skip
         except Exception as error:
-            failed = recorders[-1].failed
+            failed = recorders[-1].failed if recorders else None
             if not failed or failed in opaque or len(opaque) >= MOST_OPAQUE:
                 _check_sample(model, sample)
                 raise GraphError(

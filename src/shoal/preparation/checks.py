@@ -210,6 +210,12 @@ def optimizer_problems(member: Member) -> list[str]:
         ]
         if needs_closure(optimizer) and (job.accumulate > 1 or job.precision == "fp16"):
             lines.append(f"{type(optimizer).__name__} evaluates the loss itself; use accumulate=1 and no 'fp16'")
+        optimized = [p for group in optimizer.param_groups for p in group["params"]]
+        if job.precision == "fp16" and any(p.requires_grad and p.dtype == torch.float16 for p in optimized):
+            lines.append(
+                "precision is 'fp16', and weights are float16: their gradients cannot be unscaled; build the "
+                "network in float32"
+            )
         if has_modes(optimizer) and job.average is not None:
             lines.append(f"{type(optimizer).__name__} averages the weights itself; leave average= out")
         params = {id(p) for p in member.model.parameters()}

@@ -173,3 +173,51 @@ def test_a_shared_network_with_a_compressed_tensor_as_an_attribute_is_copied() -
     mine = copied(shared)
     assert torch.equal(mine.graph.to_dense(), torch.eye(6, dtype=torch.float64))  # type: ignore[operator, union-attr]
     assert not overlapping([spans(shared), spans(mine)])
+
+
+class TiedByMemory(nn.Module):
+    """Two parameters in one memory, or one that is a part of another."""
+
+    def __init__(self, *, part: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6).double(), nn.Linear(6, 1 if part else 6).double()
+        if part:
+            self.b.weight = nn.Parameter(self.a.weight.data[:1])
+        else:
+            self.b.weight.data = self.a.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x))).mean(1, keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_module_whose_copy_would_untie_its_weights_is_refused(part: bool) -> None:
+    with pytest.raises(shoal.JobError, match=r"'a\.weight' in the same memory as 'b\.weight'.* pass a function"):
+        shoal.train([shoal.Job(model=TiedByMemory(part=part), data=(X, Y), loss=F.mse_loss, epochs=1)], device="cpu")
+
+
+def test_weights_side_by_side_in_one_memory_are_not_tied() -> None:
+    flat = torch.zeros(42, dtype=torch.float64)
+    network = nn.Sequential(nn.Linear(6, 6).double(), nn.Linear(6, 1).double())
+    for parameter, value in zip((network[0].weight, network[0].bias), flat.split([36, 6]), strict=True):
+        parameter.data = value.view_as(parameter).copy_(parameter.data)
+    (result,) = shoal.train([shoal.Job(model=network, data=(X, Y), loss=F.mse_loss, epochs=1)], device="cpu")
+    assert result.status == "done"
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_clone_keeps_weights_in_one_memory(part: bool) -> None:
+    def clone(view: Any) -> None:
+        if view.epoch == 1 and view.name == "source":
+            view.run.clone("source", "clone")
+
+    source = shoal.Job(
+        model=lambda: TiedByMemory(part=part), data=(X, Y), loss=F.mse_loss, epochs=4, hparams={"lr": 0.05},
+        batch_size=6, name="source",
+    )  # fmt: skip
+    results = shoal.start([source], device="cpu", callbacks=[clone]).wait()
+    expected = solo(source).model.state_dict()
+    for name in ("source", "clone"):
+        for a, b in zip(results[name].model.state_dict().values(), expected.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

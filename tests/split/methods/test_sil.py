@@ -1,6 +1,7 @@
 """SIL: parts trained apart, joined again; what each one touches, and what the report says."""
 
 import copy
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -318,3 +319,13 @@ def test_too_few_workers_are_told() -> None:
         way.parts(0, [Worker(0), Worker(1)])
     with pytest.raises(SplitError, match="read the same rows"):
         way.parts(0, [Worker(0, shard=0), Worker(1, shard=1), Worker(2, shard=2)])
+
+
+def test_what_a_part_would_not_know_is_refused() -> None:
+    x, y = blobs()
+    job = Job(model=Net, data=(x, y), loss=F.cross_entropy, batch_size=16, epochs=1)
+    with pytest.raises(SplitError, match=r"params is set.* per_part="):
+        SILMethod(dataclasses.replace(job, params=lambda model: model.fc1.parameters()))
+    lazy = dataclasses.replace(job, model=lambda: nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3)))
+    with pytest.raises(SplitError, match="has no shape yet"):
+        SILMethod(lazy)

@@ -23,6 +23,7 @@ from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_tra
 from shoal.engine.python_state.module_streams import ModuleStreams
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
+from shoal.engine.python_state.trainable import changed_trainable, note_trainable, set_trainable
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job
@@ -125,6 +126,7 @@ class Member:
     def __post_init__(self) -> None:
         self.monitor, self.saved_state = Monitor.of(self.job), SavedState()
         self.built_in_eval = built_in_eval_mode(self.model)
+        note_trainable(self.model)
         plain = {name: b for name, b in other_buffers(self.model).items() if b.layout == torch.strided}
         self.constants = {name: content_hash(b) for name, b in plain.items() if b.nbytes > LARGE_BUFFER}
 
@@ -275,6 +277,7 @@ class Member:
             "before_end": self.before_end,
             "rows": torch.tensor(self.rows, dtype=torch.int64),
             "epoch_length": self.epoch_length,
+            **({"trainable": changed} if (changed := changed_trainable(self.model)) else {}),
             **({"earlier": [s.state() for s in self.earlier]} if self.earlier else {}),
             **({"batch_shift": self.batch_shift} if self.batch_shift else {}),
             **({"unvalidated": True} if self.unvalidated else {}),
@@ -299,6 +302,7 @@ class Member:
         self.average, self.trained = state.get("average"), trained
         load_weights(self.model, model, give=True)
         load_other_buffers(self.model, state.get("buffers", {}))
+        set_trainable(self.model, state.get("trainable", {}))
         self.saved_state.load(state.get("python"))
         self.optimizer_state, self.best = optimizer, state["best"]
         self.monitor.best, self.monitor.misses = state["monitor"]["best"], state["monitor"]["misses"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.optim.state import copy_settings, in_torch_form, load_optimizer
 from shoal.engine.python_state.preserve import preserved
+from shoal.engine.python_state.trainable import trainable_as_built
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 from shoal.utils.random_state import restored
@@ -54,13 +55,19 @@ def make_optimizer(job: Job, model: nn.Module) -> Optimizer:
         if model in _lazy_groups:
             params: Any = _copied_groups(_lazy_groups[model])
         else:
-            params = model.parameters() if job.params is None else job.params(model)
+            with trainable_as_built(model):
+                params = model.parameters() if job.params is None else _materialised(job.params(model))
         optimizer = job.optimizer(params, **settings)
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"optimizer built a {type(optimizer).__name__}; use a torch.optim.Optimizer class")
     if has_modes(optimizer):
         set_mode(optimizer, "train")
     return optimizer
+
+
+def _materialised(params: Any) -> Any:
+    """Return what `params` gave, with an iterator's parameters in a list."""
+    return list(params) if isinstance(params, Iterator) else params
 
 
 def make_optimizer_again(

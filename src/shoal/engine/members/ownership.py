@@ -38,7 +38,7 @@ def call_factory(job: Job) -> nn.Module:
     """Call a job's factory, or copy its module."""
     factory: Any = job.model
     if isinstance(factory, nn.Module):
-        _refuse_hooks(factory, "it is copied for its job")
+        _refuse_lost(factory, "it is copied for its job")
     model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
     if not isinstance(model, nn.Module):
         raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
@@ -57,7 +57,7 @@ def build_model(job: Job) -> nn.Module:
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a network that shares memory with others."""
-    _refuse_hooks(model, "its factory returns weights that others share, so it is copied")
+    _refuse_lost(model, "its factory returns weights that others share, so it is copied")
     try:
         attributes = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]
         odd = [v for v in (*model.buffers(), *attributes) if v.layout in _COMPRESSED]  # deepcopy does not support them
@@ -69,13 +69,42 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _refuse_hooks(model: nn.Module, why: str) -> None:
+def _refuse_lost(model: nn.Module, why: str) -> None:
+    """Raise a JobError if a copy of the network would not have all that it has."""
     name = hooked_parameter(model)
     if name is not None:
         raise JobError(
             f"model has a gradient hook on parameter {name!r}, and {why}, which loses the hook; pass a function that "
             "builds the network and sets the hook"
         )
+    tied = _tied_by_memory(model)
+    if tied:
+        raise JobError(
+            f"model has parameter {tied[0]!r} in the same memory as {tied[1]!r}, and {why}, which gives them memory of "
+            "their own; use one nn.Parameter for both, or pass a function that builds the network"
+        )
+
+
+def _tied_by_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a parameter and another parameter or buffer that overlap in memory, which `copy.deepcopy`
+    separates; None if there are none."""
+    params = dict(model.named_parameters())
+    named = [(n, t) for n, t in (*params.items(), *model.named_buffers()) if t.layout == torch.strided and spans_of(t)]
+    extents = [(t.data_ptr(), t.data_ptr() + t.itemsize * _extent(t)) for _, t in named]
+    sharing = overlapping([[extent] for extent in extents])
+    for place in sorted(sharing):
+        name, (start, end) = named[place][0], extents[place]
+        others = (i for i in sharing if i != place and extents[i][0] < end and start < extents[i][1])
+        other = next(others, None)
+        if name in params and other is not None:
+            return name, named[other][0]
+    return None
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many elements lie between a tensor's first and last one, both included."""
+    steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+    return 1 + sum(steps) if tensor.numel() else 0
 
 
 def gives_out_shared(job: Job, model: nn.Module) -> bool:

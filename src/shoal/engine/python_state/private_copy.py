@@ -44,6 +44,11 @@ _STANDARD = (
 """Classes of the standard library whose objects contain values of the user."""
 
 
+SMALL, MOST_TIMES = 1 << 20, 16
+"""The memory of which a tensor is a part is copied as a whole if it has at most so many bytes, or at most so many times
+those of the tensor."""
+
+
 class PrivateCopies:
     """Makes copies that belong together: if two originals share an object, their copies share its copy."""
 
@@ -51,6 +56,8 @@ class PrivateCopies:
         self.shared: list[Any] = []
         """Iterators that could not be copied, so that original and copy read from the same one."""
         self._made: dict[int, Any] = {}
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        """Copies of memory, by the address and size of the original."""
         self._held: list[Any] = []  # keeps the objects alive, so that their ids stay valid
 
     def of(self, value: Any) -> Any:
@@ -127,8 +134,22 @@ class PrivateCopies:
         return copied
 
     def _tensor(self, value: Tensor) -> None:
-        made = value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
+        made = self._copied(value.detach()).requires_grad_(value.requires_grad and value.is_leaf)
         made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
         self._made[id(value)] = made
         if value.is_leaf and value.grad is not None:
             made.grad = value.grad.detach().clone()
+
+    def _copied(self, value: Tensor) -> Tensor:
+        """Return a copy of a tensor; copies of tensors that share memory share theirs."""
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized or value.is_meta:
+            return value.clone()
+        storage = value.untyped_storage()
+        if value.is_conj() or value.is_neg() or storage.nbytes() > max(SMALL, MOST_TIMES * value.nbytes):
+            return value.clone()
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in self._storages:
+            self._held.append(storage)
+            self._storages[key] = storage.clone()  # type: ignore[no-untyped-call]
+        place = value.storage_offset(), value.size(), value.stride()
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(self._storages[key], *place)

@@ -213,7 +213,7 @@ def _check_weights(networks: list[nn.Module], cuts: list[str]) -> None:
     for number, network in enumerate(networks):
         if not any(p.requires_grad for p in network.parameters()):
             where = f"after {cuts[-1]!r}" if number == len(cuts) else f"before {cuts[number]!r}"
-            raise SplitError(f"the part {where} has no weights, so there is nothing to train; move or leave out a cut")
+            raise SplitError(f"the part {where} has no weights that are trained; move or leave out a cut")
         for name, x in named_state(network).items():
             first, other = owner.setdefault(id(x), (number, name))
             if first != number:

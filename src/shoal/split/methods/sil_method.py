@@ -112,6 +112,12 @@ class SILMethod(Method):
         self.labels: Labels | None = settings if self.way == "labels" else None
         if job.loss is None:
             raise SplitError("the job has its own step, so a part's loss is not known; use loss= in place of step=")
+        if job.params is not None:
+            raise SplitError(
+                "params is set, and a part is a network of its own, which params would not know; leave it out, or "
+                "give parts settings of their own by per_part="
+            )
+        tensors_of(self.model)  # raises if weights have no shapes yet
         batch = self.data.take(0, min(job.batch_size, len(self.data)))
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise SplitError(f"a batch is a {type(batch).__name__}; cut networks need (inputs, ..., targets)")

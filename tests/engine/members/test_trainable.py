@@ -1,0 +1,71 @@
+"""Networks that unfreeze or freeze layers while they train, over interruptions and changes of the tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.engine.equality import numbers
+from torch import Tensor, nn
+
+import shoal
+from shoal.reference import solo
+
+X, Y = numbers(1, 40, 4), torch.arange(40) % 3
+
+
+class Unfreezing(nn.Module):
+    """The first layer is trained from the n-th call on, and the second one no longer."""
+
+    def __init__(self, first: int = 9) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), nn.Linear(4, 3).double())
+        self.a.requires_grad_(False)
+        self.calls, self.first = 0, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if self.calls == self.first:
+                self.a.requires_grad_(True)
+                self.b.requires_grad_(False)
+        out: Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        return out
+
+
+def job(seed: int, **changes: Any) -> shoal.Job:
+    settings: dict[str, Any] = {
+        "model": Unfreezing, "data": (X, Y), "loss": F.cross_entropy, "batch_size": 8, "epochs": 5, "seed": seed,
+        "name": f"{seed}", "optimizer": torch.optim.Adam, "hparams": {"lr": 0.02},
+    }  # fmt: skip
+    return shoal.Job(**(settings | changes))
+
+
+def only_trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("params", [None, only_trained, lambda model: iter(only_trained(model))])
+@pytest.mark.parametrize("interrupted", range(1, 6))
+def test_an_interrupted_run_goes_on_with_the_same_layers(
+    params: Callable[[nn.Module], Any] | None, interrupted: int, tmp_path: Path
+) -> None:
+    def interrupt(view: Any) -> None:
+        if next(calls) == interrupted:
+            raise KeyboardInterrupt
+
+    calls = itertools.count(1)
+    jobs = [job(seed, params=params) for seed in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", out=tmp_path / "run", callbacks=[interrupt], checkpoint_every=1e-4)
+    results = shoal.train(jobs, device="cpu", out=tmp_path / "run")
+    for result, own in zip(results, jobs, strict=True):
+        expected = solo(own)
+        assert [p.requires_grad for p in result.model.parameters()] == [True, True, False, False, True, True]
+        for a, b in zip(result.model.state_dict().values(), expected.model.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
