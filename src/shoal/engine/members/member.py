@@ -19,11 +19,16 @@ from shoal.data.dataset import DatasetSource
 from shoal.data.joining import joined_views
 from shoal.data.source import content_hash
 from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
-from shoal.engine.python_state.module_modes import built_in_eval_mode, enter_train_mode
+from shoal.engine.python_state.module_modes import (
+    built_in_eval_mode,
+    changed_trainable,
+    enter_train_mode,
+    note_trainable,
+    set_trainable,
+)
 from shoal.engine.python_state.module_streams import ModuleStreams
 from shoal.engine.python_state.preserve import preserved
 from shoal.engine.python_state.saved_state import SavedState, storable
-from shoal.engine.python_state.trainable import changed_trainable, note_trainable, set_trainable
 from shoal.errors import JobError, describe
 from shoal.jobs.early_stopping import Monitor
 from shoal.jobs.job import Job

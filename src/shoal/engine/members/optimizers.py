@@ -19,8 +19,8 @@ from shoal.engine.members.hooks import hooks_set_once
 from shoal.engine.optim.kinds import has_modes, set_mode
 from shoal.engine.optim.schedules import make_scheduler
 from shoal.engine.optim.state import copy_settings, in_torch_form, load_optimizer
+from shoal.engine.python_state.module_modes import trainable_as_built
 from shoal.engine.python_state.preserve import preserved
-from shoal.engine.python_state.trainable import trainable_as_built
 from shoal.errors import JobError, describe
 from shoal.jobs.job import Job
 from shoal.utils.random_state import restored
