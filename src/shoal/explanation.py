@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.engine.members.member import Member, join_data
-from shoal.engine.planning.memory import StepBytes, data_bytes, free_bytes, memory_budget, step_bytes
+from shoal.engine.members.member import Member
+from shoal.engine.planning.joined_data import join_data
+from shoal.engine.planning.memory import StepBytes, data_bytes, memory_budget, step_bytes
 from shoal.engine.planning.planner import LEAST, Part, Plan, Request, gain, predict, total_bytes
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.units.build import costs
@@ -157,7 +158,7 @@ def _explain(
 ) -> Explanation:
     members = prepare(jobs, device)
     if device.type == "cuda":
-        join_data(members, free_bytes(device))
+        join_data(members)
     budget = memory_budget(members[0].device, memory_limit)
     planning = PlanningContext(
         members, timed=measure, compile=compile, budget=budget, thorough=True, may_loop=True, may_share_weights=True

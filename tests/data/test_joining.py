@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.data import Pool, Rows, TensorSource
 from shoal.data.joining import joined_views
-from shoal.engine.members.member import join_data
+from shoal.engine.planning.joined_data import join_data
 from shoal.engine.runtime.planning_context import PlanningContext
 from shoal.engine.runtime.run import Run
 from shoal.preparation.checks import prepare
@@ -102,7 +102,7 @@ def test_training_on_joined_data_is_training_on_ones_own() -> None:
     for member in members:
         assert isinstance(member.data.source, TensorSource)
         member.data.source.owned = True
-    join_data(members, MOST)
+    join_data(members)
     assert len({member.data.source for member in members}) == 1
     Run(members, PlanningContext(members, timed=False)).go()
     for member in members:

@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.data import Pool, View
 from shoal.data.dataset import DatasetSource
-from shoal.data.joining import joined_views
 from shoal.data.source import content_hash
 from shoal.engine.members.stretches import Stretch, joined, packed, packed_logs, stored, unpacked_logs
 from shoal.engine.python_state.module_modes import (
@@ -346,18 +345,6 @@ def open_data(pool: Pool, job: Job, which: str) -> View:
     if isinstance(view.source, DatasetSource) and job.collate is not None:
         view.source.trying = partial(preserved, {"collate": job.collate})
     return view
-
-
-def join_data(members: Sequence[Member], free_bytes: int) -> None:
-    """Join data sets of the same form, since a captured step reads one.
-
-    Args:
-        free_bytes: The free memory of their device.
-    """
-    views = joined_views([member.data for member in members], [member.val for member in members], free_bytes // 2)
-    for member, data, val in zip(members, views, views[len(members) :], strict=False):
-        assert data is not None
-        member.data, member.val = data, val
 
 
 @contextmanager

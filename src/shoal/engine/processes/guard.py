@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.data import Pool
-from shoal.engine.members.member import Member, join_data, open_data
+from shoal.engine.members.member import Member, open_data
 from shoal.engine.members.row_order import assign_rows
-from shoal.engine.planning.memory import free_bytes
+from shoal.engine.planning.joined_data import join_data
 from shoal.engine.planning.planner import Part
 from shoal.engine.processes.child import Child
 from shoal.engine.processes.parent import ParentHandle
@@ -76,7 +76,7 @@ def to_device(members: Sequence[Member], device: torch.device) -> None:
         member.device = device
         member.data = open_data(pool, member.job, "data")
         member.val = open_data(pool, member.job, "val") if member.val is not None else None
-    join_data(members, free_bytes(device))
+    join_data(members)
 
 
 def run_guarded(

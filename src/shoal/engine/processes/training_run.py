@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from shoal.engine.kernels.loading import loading_common_kernels
-from shoal.engine.members.member import Member, join_data
+from shoal.engine.members.member import Member
 from shoal.engine.members.resuming import beginning
-from shoal.engine.planning.memory import free_bytes, memory_budget
+from shoal.engine.planning.joined_data import join_data
+from shoal.engine.planning.memory import memory_budget
 from shoal.engine.planning.planner import Plan
 from shoal.engine.processes.guard import NotGuarded, lost_context, run_guarded, to_device
 from shoal.engine.processes.sharing import processes_for, threads_for
@@ -97,7 +98,7 @@ class TrainingRun:
     def _in_this_process(self, alive: list[Member]) -> None:
         """Plan, report the start, and train in this process, shared with others if that is allowed."""
         if self.settings.device.type == "cuda" and not (self.controls or self.search):  # they add members with its data
-            join_data(alive, free_bytes(self.settings.device))
+            join_data(alive)
         settings, planning = self.settings, self._planning(alive or self.members)
         self.plan = planning.plan
         self._report_start(planning.propose(alive, settings.policy) if alive else None)
