@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 LARGE = 1 << 14
@@ -32,12 +33,14 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], *, give: bool = Fal
         give: The state is not used elsewhere, so the model may take its large tensors instead of copying them.
     """
     for name, buffer in model.named_buffers():
-        saved = state.get(name)
-        if not isinstance(saved, Tensor) or is_lazy(saved) or is_lazy(buffer):
+        saved, (owner, _, last) = state.get(name), name.rpartition(".")
+        if not isinstance(saved, Tensor) or is_lazy(saved):
+            continue
+        module = model.get_submodule(owner)
+        if is_lazy(buffer) and isinstance(module, LazyModuleMixin):
             continue  # a lazy module sets its shape itself
-        if saved.shape != buffer.shape:
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, torch.empty_like(saved, device=buffer.device))
+        if is_lazy(buffer) or saved.shape != buffer.shape:
+            setattr(module, last, torch.empty_like(saved, device=buffer.device))
     model.load_state_dict(_give_large_tensors(model, state) if give else state)
 
 

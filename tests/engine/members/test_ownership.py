@@ -221,3 +221,9 @@ def test_a_clone_keeps_weights_in_one_memory(part: bool) -> None:
     for name in ("source", "clone"):
         for a, b in zip(results[name].model.state_dict().values(), expected.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_module_that_cannot_be_copied_is_told_by_name() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1)).double()
+    with pytest.raises(shoal.JobError, match=r"model cannot be copied for its job .*; pass a function that builds it"):
+        shoal.train([shoal.Job(model=lazy, data=(X, Y), loss=F.mse_loss, epochs=1)], device="cpu")

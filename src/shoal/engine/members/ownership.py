@@ -39,7 +39,13 @@ def call_factory(job: Job) -> nn.Module:
     factory: Any = job.model
     if isinstance(factory, nn.Module):
         _refuse_lost(factory, "it is copied for its job")
-    model = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
+        try:
+            return copy.deepcopy(factory)
+        except Exception as error:
+            raise JobError(
+                f"model cannot be copied for its job ({describe(error)}); pass a function that builds it"
+            ) from error
+    model = factory()
     if not isinstance(model, nn.Module):
         raise JobError(f"model built a {type(model).__name__}; the factory must return an nn.Module")
     return model

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from shoal.engine.tracing.patches import Untraceable
@@ -36,6 +37,8 @@ def refuse_at_sight(model: nn.Module) -> set[str]:
         if param.layout != torch.strided or type(param) is not nn.Parameter:
             raise Untraceable(f"parameter {name} is a {type(param).__name__} of layout {param.layout}")
     for name, buffer in model.named_buffers():
+        if is_lazy(buffer):
+            raise Untraceable(f"{name} is built lazily, at the first batch")
         if buffer.layout != torch.strided or buffer.is_quantized:
             raise Untraceable(f"buffer {name} has layout {buffer.layout}")
     if not any(True for _ in model.parameters()):

@@ -1,4 +1,5 @@
-"""Networks that unfreeze or freeze layers while they train, over interruptions and changes of the tier."""
+"""Networks that a step changes beside its weights: what it unfreezes or freezes, and shapes that come late, over a
+resume."""
 
 from __future__ import annotations
 
@@ -69,3 +70,32 @@ def test_an_interrupted_run_goes_on_with_the_same_layers(
         assert [p.requires_grad for p in result.model.parameters()] == [True, True, False, False, True, True]
         for a, b in zip(result.model.state_dict().values(), expected.model.state_dict().values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+class OwnLazyBuffer(nn.Module):
+    """A buffer that gets its shape with the first batch, without torch's lazy modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("scale", nn.UninitializedBuffer(dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.scale, nn.UninitializedBuffer):
+            self.scale = x.detach().std(0) + 1
+        out: Tensor = self.layer(x / self.scale)
+        return out
+
+
+def test_a_buffer_that_gets_its_shape_late_is_resumed(tmp_path: Path) -> None:
+    def interrupt(view: Any) -> None:
+        if view.epoch == 2:
+            raise KeyboardInterrupt
+
+    jobs = [job(seed, model=OwnLazyBuffer) for seed in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", out=tmp_path / "run", callbacks=[interrupt], checkpoint_every=1e-4)
+    for result, own in zip(shoal.train(jobs, device="cpu", out=tmp_path / "run"), jobs, strict=True):
+        expected = solo(own).model.state_dict()
+        for name, value in result.model.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
