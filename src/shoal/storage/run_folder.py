@@ -347,9 +347,11 @@ class RunFolder:
         try:
             member.load_state(state)
         except Exception as error:
+            more = [line.strip() for line in str(error).splitlines()[1:2]]  # torch names the weights there
+            what = " ".join([describe(error), *more]).rstrip(". ")
             raise OutError(
-                f"{str(path)!r} does not fit job {member.name!r} ({describe(error)}); "
-                "put the code back as it was, or use another folder"
+                f"{str(path)!r} does not fit job {member.name!r} ({what}); put the code back as it was, or use another "
+                "folder. What a step adds to its network or takes from it cannot be resumed"
             ) from error
         return True
 

@@ -96,9 +96,10 @@ def load_other_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Restore the buffers that `other_buffers` returned."""
     for name, value in saved.items():
         prefix, _, last = name.rpartition(".")
-        buffers = model.get_submodule(prefix)._buffers
-        buffer = buffers.get(last)
+        module = model.get_submodule(prefix)
+        buffers, buffer = module._buffers, module._buffers.get(last)
         if buffer is not None and not is_lazy(buffer) and buffer.shape == value.shape and buffer.dtype == value.dtype:
             buffer.detach().copy_(value)
         else:
             buffers[last] = value.clone()
+            module._non_persistent_buffers_set.add(last)  # a step may have registered it

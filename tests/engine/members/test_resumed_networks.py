@@ -75,6 +75,8 @@ def test_an_interrupted_run_goes_on_with_the_same_layers(
 class OwnLazyBuffer(nn.Module):
     """A buffer that gets its shape with the first batch, without torch's lazy modules."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3).double()
@@ -99,3 +101,76 @@ def test_a_buffer_that_gets_its_shape_late_is_resumed(tmp_path: Path) -> None:
         expected = solo(own).model.state_dict()
         for name, value in result.model.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("params", [None, only_trained])
+def test_a_clone_trains_the_same_layers(params: Callable[[nn.Module], Any] | None) -> None:
+    def clone(view: Any) -> None:
+        if view.epoch == 3 and view.name == "0":
+            view.run.clone("0", "clone")
+
+    results = shoal.start([job(0, params=params)], device="cpu", callbacks=[clone]).wait()
+    expected = solo(job(0, params=params)).model.state_dict()
+    for result in results:
+        assert result.status == "done", result.error
+        for name, value in result.model.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+class Registering(Unfreezing):
+    """A buffer that its state_dict() leaves out appears with the third call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls == 2:
+            self.register_buffer("extra", torch.ones(2), persistent=False)
+        return super().forward(x)
+
+
+def test_a_buffer_that_a_step_adds_stays_out_of_the_state_dict(tmp_path: Path) -> None:
+    def interrupt(view: Any) -> None:
+        if view.epoch == 2:
+            raise KeyboardInterrupt
+
+    jobs = [job(seed, model=Registering) for seed in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", out=tmp_path / "run", callbacks=[interrupt], checkpoint_every=1e-4)
+    for result in shoal.train(jobs, device="cpu", out=tmp_path / "run"):
+        assert result.status == "done" and hasattr(result.model, "extra") and "extra" not in result.model.state_dict()
+
+
+class CountsModes(nn.Module):
+    """Its own `train()` counts calls, and scales the output by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.calls = 0
+
+    def train(self, mode: bool = True) -> CountsModes:
+        self.calls += mode
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e9:  # cannot be traced
+            return x
+        out: Tensor = self.layer(x) * (1 + 0.1 * self.calls)
+        return out
+
+
+def test_train_of_the_users_own_is_called_once_for_each_validation() -> None:
+    jobs = [
+        job(
+            seed,
+            model=CountsModes,
+            val=(X[:9], Y[:9]),
+            metrics={"right": lambda o, y: (o.argmax(1) == y).double().mean()},
+        )
+        for seed in range(3)
+    ]
+    for result, own in zip(shoal.train(jobs, device="cpu"), jobs, strict=True):
+        expected = solo(own)
+        assert result.tier == "serial" and result.model.calls == expected.model.calls
+        for name, value in result.model.state_dict().items():
+            torch.testing.assert_close(value, expected.model.state_dict()[name], rtol=1e-9, atol=1e-12)
+        assert [row["right"] for row in result.history] == [row["right"] for row in expected.history]

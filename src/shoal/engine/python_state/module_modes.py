@@ -79,6 +79,12 @@ def note_trainable(model: nn.Module) -> None:
     _as_built[model] = _flags(model)
 
 
+def note_trainable_as(copy: nn.Module, original: nn.Module) -> None:
+    """Note for a copy of a network what was noted for the original."""
+    if original in _as_built:
+        _as_built[copy] = dict(_as_built[original])
+
+
 def changed_trainable(model: nn.Module) -> dict[str, bool]:
     """Return `requires_grad` of the parameters for which it was changed since the network was built."""
     built = _as_built.get(model, {})

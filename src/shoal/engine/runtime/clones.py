@@ -20,6 +20,7 @@ from shoal.engine.members.changing import (
 from shoal.engine.members.hooks import lost_in_a_copy
 from shoal.engine.members.member import Member
 from shoal.engine.members.optimizers import trying
+from shoal.engine.python_state.module_modes import note_trainable_as
 from shoal.engine.python_state.private_copy import PrivateCopies
 from shoal.engine.python_state.saved_state import share
 from shoal.errors import JobError, warn
@@ -179,6 +180,7 @@ def _copy_private_state(member: Member, source: Member, saved: Any, changed: Map
     copies = PrivateCopies()
     fields = {name: copies.of(getattr(source.job, name)) for name in COPIED if name not in changed}
     member.job, member.model = dataclasses.replace(member.job, **fields), copies.of(source.model)
+    note_trainable_as(member.model, source.model)
     member.saved_state.wanted, member.saved_state.watched = True, source.saved_state.watched
     member.saved_state.begin(member.job, member.model)
     assert source.saved_state.job is not None and member.saved_state.job is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -105,22 +105,37 @@ def _one_by_one(unit: Unit, view: View, slots: list[int]) -> dict[int, dict[str,
         first = unit.members[slots[0]]
         # reading this data draws no random numbers
         once = len(slots) == 1 and first.device.type == "cpu" and isinstance(view.source, TensorSource)
-        with _evaluating_member(twins[slots[0]]) if once else nullcontext():
-            for batch in view.feed(first.job.batch_size):
-                for slot in slots:
-                    # a step may write to its batch
-                    own_batch = batch if len(slots) == 1 else cloned(batch)
-                    with _errors_of(slot), nullcontext() if once else _evaluating_member(twins[slot]):
-                        all_totals[slot].add(twins[slot].model, own_batch)
-        values = {}
-        for slot in slots:
-            with _errors_of(slot), _evaluating_member(twins[slot]):
-                values[slot] = all_totals[slot].values()
+        records_gradients = torch.is_grad_enabled()
+        with ExitStack() as modes:
+            for slot in slots:
+                modes.enter_context(_in_eval_mode(slot, twins[slot]))
+            with _own_draws(twins[slots[0]]) if once else nullcontext():
+                for batch in _read(view.feed(first.job.batch_size), records_gradients):
+                    for slot in slots:
+                        # a step may write to its batch
+                        own_batch = batch if len(slots) == 1 else cloned(batch)
+                        with _errors_of(slot), nullcontext() if once else _own_draws(twins[slot]):
+                            all_totals[slot].add(twins[slot].model, own_batch)
+            values = {}
+            for slot in slots:
+                with _errors_of(slot), _own_draws(twins[slot]):
+                    values[slot] = all_totals[slot].values()
         unit.adopt_state(slots)
     finally:
         for slot, device in devices.items():
             unit.members[slot].model.to(device)
     return values
+
+
+def _read(batches: Iterator[Any], records_gradients: bool) -> Iterator[Any]:
+    """Yield batches that are read with or without recording gradients, as a Dataset's own code may need."""
+    while True:
+        with torch.set_grad_enabled(records_gradients):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _with_own_stream(member: Member) -> Member:
@@ -137,9 +152,22 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _evaluating_member(member: Member) -> Iterator[None]:
-    """Evaluate a member inside this context, with its own random stream and precision."""
-    with draws(member), evaluating(member.model), autocast(member.job, member.device):
+def _in_eval_mode(slot: int, member: Member) -> Iterator[None]:
+    """Put a member's network into eval mode once for a validation, since `train()` and `eval()` may be the user's."""
+    mode = evaluating(member.model)
+    with _errors_of(slot), draws(member):
+        mode.__enter__()
+    try:
+        yield
+    finally:
+        with _errors_of(slot), draws(member):
+            mode.__exit__(None, None, None)
+
+
+@contextmanager
+def _own_draws(member: Member) -> Iterator[None]:
+    """Use a member's own random stream and precision inside this context."""
+    with draws(member), autocast(member.job, member.device):
         yield
 
 
@@ -148,6 +176,8 @@ def _errors_of(slot: int) -> Iterator[None]:
     """Turn an exception inside this context into the slot's MemberError."""
     try:
         yield
+    except MemberError:  # of another slot
+        raise
     except Exception as error:
         raise MemberError(slot, error) from error
 

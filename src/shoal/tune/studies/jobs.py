@@ -149,7 +149,7 @@ def _other_settings(job: Job) -> dict[str, Any]:
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     kinds = int | float | str | type | EMA | SWA | None
     plain = {name: value for name, value in fields.items() if isinstance(value, kinds)}
-    return {name: value for name, value in plain.items() if name != "clip_norm"}
+    return {name: value for name, value in plain.items() if name not in ("clip_norm", "model")}
 
 
 def _check_ranges(trial: Trial, current: dict[str, Any]) -> None:
