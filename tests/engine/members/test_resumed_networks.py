@@ -80,7 +80,7 @@ class OwnLazyBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3).double()
-        self.register_buffer("scale", nn.UninitializedBuffer(dtype=torch.float64))
+        self.register_buffer("scale", nn.UninitializedBuffer(dtype=torch.float64))  # type: ignore[call-arg]
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.scale, nn.UninitializedBuffer):
