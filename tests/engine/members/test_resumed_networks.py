@@ -47,6 +47,19 @@ def job(seed: int, **changes: Any) -> shoal.Job:
     return shoal.Job(**(settings | changes))
 
 
+def interrupted_and_resumed(jobs: list[shoal.Job], folder: Path, calls: int) -> shoal.Results:
+    """Interrupt a run when a callback is called for the n-th time, and return the results of the same call again."""
+
+    def interrupt(view: Any) -> None:
+        if next(number) == calls:
+            raise KeyboardInterrupt
+
+    number = itertools.count(1)
+    with pytest.raises(KeyboardInterrupt):
+        shoal.train(jobs, device="cpu", out=folder, callbacks=[interrupt], checkpoint_every=1e-4)
+    return shoal.train(jobs, device="cpu", out=folder)
+
+
 def only_trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -56,16 +69,8 @@ def only_trained(model: nn.Module) -> list[nn.Parameter]:
 def test_an_interrupted_run_goes_on_with_the_same_layers(
     params: Callable[[nn.Module], Any] | None, interrupted: int, tmp_path: Path
 ) -> None:
-    def interrupt(view: Any) -> None:
-        if next(calls) == interrupted:
-            raise KeyboardInterrupt
-
-    calls = itertools.count(1)
     jobs = [job(seed, params=params) for seed in range(2)]
-    with pytest.raises(KeyboardInterrupt):
-        shoal.train(jobs, device="cpu", out=tmp_path / "run", callbacks=[interrupt], checkpoint_every=1e-4)
-    results = shoal.train(jobs, device="cpu", out=tmp_path / "run")
-    for result, own in zip(results, jobs, strict=True):
+    for result, own in zip(interrupted_and_resumed(jobs, tmp_path, interrupted), jobs, strict=True):
         expected = solo(own)
         assert [p.requires_grad for p in result.model.parameters()] == [True, True, False, False, True, True]
         for a, b in zip(result.model.state_dict().values(), expected.model.state_dict().values(), strict=True):
@@ -90,14 +95,8 @@ class OwnLazyBuffer(nn.Module):
 
 
 def test_a_buffer_that_gets_its_shape_late_is_resumed(tmp_path: Path) -> None:
-    def interrupt(view: Any) -> None:
-        if view.epoch == 2:
-            raise KeyboardInterrupt
-
     jobs = [job(seed, model=OwnLazyBuffer) for seed in range(2)]
-    with pytest.raises(KeyboardInterrupt):
-        shoal.train(jobs, device="cpu", out=tmp_path / "run", callbacks=[interrupt], checkpoint_every=1e-4)
-    for result, own in zip(shoal.train(jobs, device="cpu", out=tmp_path / "run"), jobs, strict=True):
+    for result, own in zip(interrupted_and_resumed(jobs, tmp_path, 3), jobs, strict=True):
         expected = solo(own).model.state_dict()
         for name, value in result.model.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
@@ -127,14 +126,8 @@ class Registering(Unfreezing):
 
 
 def test_a_buffer_that_a_step_adds_stays_out_of_the_state_dict(tmp_path: Path) -> None:
-    def interrupt(view: Any) -> None:
-        if view.epoch == 2:
-            raise KeyboardInterrupt
-
     jobs = [job(seed, model=Registering) for seed in range(2)]
-    with pytest.raises(KeyboardInterrupt):
-        shoal.train(jobs, device="cpu", out=tmp_path / "run", callbacks=[interrupt], checkpoint_every=1e-4)
-    for result in shoal.train(jobs, device="cpu", out=tmp_path / "run"):
+    for result in interrupted_and_resumed(jobs, tmp_path, 3):
         assert result.status == "done" and hasattr(result.model, "extra") and "extra" not in result.model.state_dict()
 
 
